@@ -1,0 +1,3 @@
+"""One room per op; see DESIGN.md."""
+
+ROOMS = ("cross_entropy",)

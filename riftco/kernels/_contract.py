@@ -1,0 +1,190 @@
+"""Turns (schema, fake, spec, launchers per device) into a torch operator. Torch-only; imports no kernel.
+
+A launcher is named as ``"module:function"`` and its module is imported on the first call on that device, so
+defining an op never needs Triton, Metal or XLA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+KEYS = {"cpu": "CPU", "cuda": "CUDA", "mps": "MPS", "xla": "XLA"}
+IMPLS = {"spec": None, "triton": "cuda", "metal": "mps"}  # RIFTCO_IMPL value -> the device whose launchers it names
+
+
+@dataclass(frozen=True)
+class Op:
+    name: str
+    spec: str
+    launchers: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Choice:
+    path: str
+    why: str
+
+
+TABLE: dict[str, Op] = {}  # the op x device table: what explain() prints
+
+
+def define(name: str, schema: str, *, fake: Callable, spec: str, launchers: Mapping[str, str]):
+    """Define ``riftco::<name>`` and return its overload.
+
+    Args:
+        name: operator name; a second definition is refused.
+        schema: torch.library schema of arguments and returns.
+        fake: shapes and dtypes of the outputs, for torch.compile and meta tensors.
+        spec: ``"module:function"`` with the meaning in plain torch; serves float64 and ``RIFTCO_IMPL=spec``, and
+            the CPU unless `launchers` names something better.
+        launchers: device type -> ``"module:function"``; a device that is missing here refuses by name.
+    """
+    if name in TABLE:  # torch itself would only warn and override
+        raise RuntimeError(f"riftco::{name} is already defined")
+    unknown = set(launchers) - set(KEYS)
+    if unknown:
+        raise ValueError(f"riftco::{name}: unknown device types {sorted(unknown)}; known: {', '.join(KEYS)}")
+    TABLE[name] = Op(name, spec, {"cpu": spec, **launchers})
+    torch.library.define(f"riftco::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.register_fake(f"riftco::{name}", fake)
+    for device, key in KEYS.items():
+        torch.library.impl(f"riftco::{name}", key, functools.partial(_call, name, device))
+    return getattr(torch.ops.riftco, name).default
+
+
+def choose(name: str, device: str, dtype: torch.dtype = torch.float32) -> Choice:
+    """Which launcher of op `name` serves `device` and `dtype`, and why. Pure but for the RIFTCO_IMPL request."""
+    op, asked = TABLE[name], os.environ.get("RIFTCO_IMPL", "")
+    if asked and asked not in IMPLS:
+        raise ValueError(f"RIFTCO_IMPL={asked!r}; accepted: {', '.join(IMPLS)}")
+    if asked == "spec":
+        return Choice(op.spec, "RIFTCO_IMPL=spec asks for the spec")
+    if dtype == torch.float64 and device in ("cpu", "cuda"):
+        return Choice(op.spec, "float64 runs through the spec")
+    if asked and device == "cpu":
+        source = IMPLS[asked]
+        assert source is not None
+        if source not in op.launchers:
+            raise NotImplementedError(
+                f"RIFTCO_IMPL={asked}: riftco::{name} has no {source} kernel; it has: {', '.join(op.launchers)}"
+            )
+        if asked == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise RuntimeError("RIFTCO_IMPL=triton on CPU tensors needs TRITON_INTERPRET=1 in the environment")
+        return Choice(op.launchers[source], f"RIFTCO_IMPL={asked} sends CPU tensors through the {source} launcher")
+    if device not in op.launchers:
+        raise NotImplementedError(f"no {device} kernel for riftco::{name}; it has: {', '.join(op.launchers)}")
+    path = op.launchers[device]
+    return Choice(path, f"{device}: {'plain torch (the spec)' if path == op.spec else 'its own launcher'}")
+
+
+@functools.cache
+def load(path: str) -> Callable:
+    module, _, attr = path.partition(":")
+    return getattr(importlib.import_module(module), attr)
+
+
+def _call(name: str, device: str, *args, **kwargs):
+    return load(choose(name, device, _dtype_of(args)).path)(*args, **kwargs)
+
+
+def _dtype_of(args: tuple) -> torch.dtype:
+    """float64 if any tensor argument is float64, else float32: all that choose() distinguishes."""
+    for arg in args:
+        for t in arg if isinstance(arg, (list, tuple)) else (arg,):
+            if isinstance(t, Tensor) and t.dtype == torch.float64:
+                return torch.float64
+    return torch.float32
+
+
+@contextlib.contextmanager
+def implementation(impl: str | None) -> Iterator[None]:
+    """Set RIFTCO_IMPL inside a with-block; None leaves the choice to riftco."""
+    before = os.environ.get("RIFTCO_IMPL")
+    try:
+        if impl is None:
+            os.environ.pop("RIFTCO_IMPL", None)
+        else:
+            os.environ["RIFTCO_IMPL"] = impl
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("RIFTCO_IMPL", None)
+        else:
+            os.environ["RIFTCO_IMPL"] = before
+
+
+def explain(device: str | None = None, dtype: torch.dtype = torch.float32) -> list[dict[str, str]]:
+    """For every op and device: which implementation runs, and why; or why there is none.
+
+    Args:
+        device: a device type ("cpu", "cuda", "mps", "xla"), or None for all.
+        dtype: the floating dtype of the inputs.
+
+    Returns:
+        Rows with keys op, device, implementation, why.
+    """
+    importlib.import_module("riftco.functional")  # defines every op
+    rows = []
+    for name in sorted(TABLE):
+        for dev in (device,) if device else KEYS:
+            try:
+                choice = choose(name, dev, dtype)
+                rows.append({"op": name, "device": dev, "implementation": choice.path, "why": choice.why})
+            except (NotImplementedError, RuntimeError) as refused:
+                rows.append({"op": name, "device": dev, "implementation": "-", "why": str(refused)})
+    return rows
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """True when autograd must record: otherwise the op is called directly, without an autograd.Function."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def once_differentiable(backward: Callable) -> Callable:
+    """For Function.backward: differentiating the gradient again is an error.
+
+    torch's own decorator looks at the incoming gradients only, so that with create_graph=True the part of a second
+    derivative that comes through the saved tensors would silently be missing.
+    """
+
+    @functools.wraps(backward)
+    def wrapper(ctx, *grads):
+        with torch.no_grad():
+            outputs = backward(ctx, *grads)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return outputs
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # torch.func always records; once is allowed
+            return outputs
+        if not any(isinstance(t, Tensor) and t.requires_grad for t in (*grads, *ctx.saved_tensors)):
+            return outputs
+        many = isinstance(outputs, tuple)
+        delayed = torch._C._functions.DelayedError(
+            b"riftco: this op's backward is once_differentiable; ask for impl='spec' to differentiate it twice",
+            len(outputs) if many else 1,
+        )
+        fresh: list = [t if t is None else t.detach().requires_grad_() for t in (outputs if many else (outputs,))]
+        marked = delayed(*fresh)
+        return marked if many else marked[0] if isinstance(marked, tuple) else marked
+
+    return wrapper
+
+
+def checks_enabled() -> bool:
+    """RIFTCO_CHECK=1 asks for checks of values, which cost a device synchronisation."""
+    return os.environ.get("RIFTCO_CHECK") == "1"
+
+
+def same_device(op: str, **tensors: Tensor | None) -> None:
+    """Refuse tensors on different devices by name."""
+    present = {n: t for n, t in tensors.items() if t is not None}
+    if len({t.device for t in present.values()}) > 1:
+        places = ", ".join(f"{n} on {t.device}" for n, t in present.items())
+        raise ValueError(f"{op}: all tensors must be on one device; got {places}")

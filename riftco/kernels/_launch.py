@@ -1,0 +1,36 @@
+"""Small helpers of the Triton launchers."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+
+def on(t: Tensor) -> contextlib.AbstractContextManager:
+    """Make `t`'s CUDA device current during a launch; nothing to do for the interpreter's CPU tensors."""
+    return torch.cuda.device(t.device) if t.is_cuda else contextlib.nullcontext()
+
+
+def as_rows(t: Tensor) -> tuple[Tensor, int, int, int]:
+    """View [..., C] as rows without a copy where two strides can describe them.
+
+    Returns (tensor, inner, stride_outer, stride_inner): row n starts at
+    ``(n // inner) * stride_outer + (n % inner) * stride_inner`` elements from the tensor's first.
+    Leading dimensions that no two strides describe are copied into a contiguous tensor.
+    """
+    dims = [(size, stride) for size, stride in zip(t.shape[:-1], t.stride()[:-1]) if size != 1]
+    merged: list[tuple[int, int]] = []
+    for size, stride in dims:
+        if merged and merged[-1][1] == stride * size:
+            merged[-1] = (merged[-1][0] * size, stride)
+        else:
+            merged.append((size, stride))
+    if len(merged) > 2:
+        return as_rows(t.contiguous())
+    if len(merged) == 2:
+        return t, merged[1][0], merged[0][1], merged[1][1]
+    if len(merged) == 1:
+        return t, max(merged[0][0], 1), 0, merged[0][1]
+    return t, 1, 0, 0

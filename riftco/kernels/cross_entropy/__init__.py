@@ -1,0 +1,3 @@
+from .op import cross_entropy
+
+__all__ = ["cross_entropy"]

@@ -1,0 +1,42 @@
+"""Shared set-up: kernels run in Triton's interpreter where there is no GPU, and the summary counts cases a device."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import collections
+
+import pytest
+import support
+
+if os.environ.get("PYTEST_XDIST_WORKER"):
+    torch.set_num_threads(1)  # the workers share the cores
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """How many cases ran per device, and what was skipped and why."""
+    ran: collections.Counter = collections.Counter()
+    for report in terminalreporter.stats.get("passed", []) + terminalreporter.stats.get("failed", []):
+        for key, value in report.user_properties:
+            if key == "device":
+                ran[value] += 1
+    terminalreporter.section("cases per device")
+    for device in support.DEVICES:
+        reason = "" if device.available else f"  (not run: {device.why_not})"
+        terminalreporter.line(f"{device.name:14s} {ran[device.name]:5d}{reason}")
+    skipped: collections.Counter = collections.Counter()
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        skipped[reason.removeprefix("Skipped: ")] += 1
+    for reason, count in skipped.most_common():
+        terminalreporter.line(f"skipped {count:5d}  {reason}")

@@ -1,0 +1,199 @@
+"""What the op tests share: devices, error budgets, poisoned memory, mutants."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import pathlib
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from riftco.kernels import ROOMS, _contract
+from riftco.kernels._cases import Case
+
+
+@dataclass(frozen=True)
+class Device:
+    name: str
+    torch_device: str
+    impl: str | None  # RIFTCO_IMPL under which its cases run
+    probe: Callable[[], str]  # "" when it can run here, else why not
+
+    @functools.cached_property
+    def why_not(self) -> str:
+        return self.probe()
+
+    @property
+    def available(self) -> bool:
+        return not self.why_not
+
+    def use(self):
+        return _contract.implementation(self.impl)
+
+
+def _triton() -> str:
+    if torch.cuda.is_available():
+        return "a GPU is here and runs the same kernels"
+    return "" if importlib.util.find_spec("triton") else "triton is not installed"
+
+
+def _metal() -> str:
+    if importlib.util.find_spec("metal_emulator") is None:
+        return "tests/metal_emulator is not there"
+    return importlib.import_module("metal_emulator").why_not()
+
+
+def _xla() -> str:
+    return "" if importlib.util.find_spec("torch_xla") else "torch_xla lives in its own environment: make test-tpu"
+
+
+DEVICES = (
+    Device("cpu", "cpu", None, lambda: ""),
+    Device("cpu-triton", "cpu", "triton", _triton),
+    Device("mps-emulated", "cpu", "metal", _metal),
+    Device("cuda", "cuda", None, lambda: "" if torch.cuda.is_available() else "no CUDA device"),
+    Device("xla", "xla", None, _xla),
+)
+MARKS = {"cuda": pytest.mark.gpu, "xla": pytest.mark.xla}
+
+
+def device_params(names: tuple[str, ...] | None = None) -> list:
+    """pytest params of the devices; those that cannot run here skip with the reason."""
+    params = []
+    for d in DEVICES:
+        if names is None or d.name in names:
+            marks = [MARKS[d.name]] if d.name in MARKS else []
+            if not d.available:
+                marks.append(pytest.mark.skip(reason=f"{d.name}: {d.why_not}"))
+            params.append(pytest.param(d, id=d.name, marks=marks))
+    return params
+
+
+def rooms() -> dict[str, object]:
+    """Room name -> its cases module."""
+    return {name: importlib.import_module(f"riftco.kernels.{name}.cases") for name in ROOMS}
+
+
+def inputs_of(cases, case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
+    """The case's inputs rounded to the tested dtype, held in float64: every path sees the same numbers.
+
+    Tensors that a case makes in float32 (weights of rows, tables, scales) stay as they are.
+    """
+    made = cases.make_inputs(case, torch.Generator().manual_seed(seed))
+    return {k: v.to(dtype).double() if v.dtype == torch.float64 else v for k, v in made.items()}
+
+
+def to(inputs: dict[str, Tensor], dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+    """float64 inputs cast to `dtype`; everything on `device`, each a fresh tensor."""
+    return {k: v.detach().clone().to(device, dtype if v.dtype == torch.float64 else None) for k, v in inputs.items()}
+
+
+def outputs_and_grads(fn: Callable, cases, case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All outputs of `fn(inputs, case)` and d_<name> for the room's GRADS, with one seeded upstream gradient each."""
+    leaves = {k: v.requires_grad_() if k in cases.GRADS else v for k, v in inputs.items()}
+    out = fn(leaves, case)
+    wanted = [k for k in cases.GRADS if k in leaves]
+    if wanted:
+        gen = torch.Generator().manual_seed(99)
+        loss = sum(
+            (o * torch.randn(o.shape, generator=gen, dtype=torch.float64).to(o.device, o.dtype)).sum()
+            for o in out.values()
+            if o.requires_grad
+        )
+        grads = torch.autograd.grad(loss, [leaves[k] for k in wanted])
+        out = {**out, **{f"d_{k}": g for k, g in zip(wanted, grads)}}
+    return {k: v.detach().cpu() for k, v in out.items()}
+
+
+def within_budget(name: str, got: Tensor, oracle: Tensor, near: Tensor, dtype: torch.dtype, roundings: int = 0) -> None:
+    """|got - float64| may be at most twice what the same maths loses in float32, plus one rounding of the stored
+    dtype, plus one for each operand that the kernel rounds to 16 bit inside.
+
+    One whole ulp a rounding, as the interpreter truncates to bfloat16. Non-finite values must be the same ones.
+    """
+    assert got.shape == oracle.shape, f"{name}: shape {tuple(got.shape)}, not {tuple(oracle.shape)}"
+    if not oracle.is_floating_point():
+        assert torch.equal(got, oracle), f"{name}: integers differ"
+        return
+    got64, finite = got.double(), oracle.isfinite()
+    assert torch.equal(got64[~finite].nan_to_num(7e77), oracle.double()[~finite].nan_to_num(7e77)), f"{name}: inf/NaN"
+    if not bool(finite.any()):
+        return
+    got64, exact, near64 = got64[finite], oracle.double()[finite], near.double()[finite]
+    eps = torch.finfo(got.dtype).eps + roundings * (torch.finfo(dtype).eps if dtype.itemsize == 2 else 0)
+    err, base, scale = (got64 - exact).abs().max(), (near64 - exact).abs().max(), exact.abs().max()
+    # NaN must fail, so the comparison is written to be true only for numbers
+    assert err <= 2 * base + eps * scale + 1e-30, f"{name}: {err=:.3e} {base=:.3e} {scale=:.3e} budget eps {eps:.1e}"
+
+
+def check_case(cases, case: Case, dtype: torch.dtype, device: Device, seed: int = 0, spoil=None) -> None:
+    """Run one case on one device against the spec in float64."""
+    inputs = inputs_of(cases, case, dtype, seed)
+    assert cases.exercises(case, inputs), f"{case.name}: this case is vacuous"
+    oracle = outputs_and_grads(cases.reference, cases, case, to(inputs, torch.float64, "cpu"))
+    near = outputs_and_grads(cases.reference, cases, case, to(inputs, torch.float32, "cpu"))
+    with device.use(), poisoned():
+        got = outputs_and_grads(cases.call, cases, case, to(inputs, dtype, device.torch_device))
+    assert got.keys() == oracle.keys()
+    for name in oracle:
+        value = spoil(got[name]) if spoil else got[name]
+        within_budget(name, value, oracle[name], near[name], dtype, cases.ROUNDINGS.get(name, 0))
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """torch.empty gives NaN (or the largest integer): results must not depend on what a buffer held before."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+        torch.use_deterministic_algorithms(before, warn_only=warn)
+
+
+@contextlib.contextmanager
+def mutant(module: str, old: str, new: str) -> Iterator[None]:
+    """Run every launcher of `module` from a copy of its source in which `old`, found exactly once, became `new`."""
+    source = pathlib.Path(importlib.import_module(module).__file__).read_text()
+    assert source.count(old) == 1, f"{module}: {old!r} occurs {source.count(old)} times"
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder) / f"mutant_{abs(hash((module, old, new)))}.py"
+        file.write_text(source.replace(old, new))
+        spec = importlib.util.spec_from_file_location(f"{module.rpartition('.')[0]}.{file.stem}", file)
+        changed = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(changed)
+        real = _contract.load
+
+        def load(path: str):
+            where, _, attr = path.partition(":")
+            return getattr(changed, attr) if where == module else real(path)
+
+        _contract.load = load
+        try:
+            yield
+        finally:
+            _contract.load = real
+
+
+def assert_caught(cases, module: str, old: str, new: str, case: str, device: str = "cpu-triton") -> None:
+    """A planted bug in a kernel must fail the conformance check of `case`."""
+    dev = next(d for d in DEVICES if d.name == device)
+    if not dev.available and device == "cpu-triton" and torch.cuda.is_available():
+        dev = next(d for d in DEVICES if d.name == "cuda")
+    if not dev.available:
+        pytest.skip(f"{device}: {dev.why_not}")
+    chosen = next(c for c in cases.CASES if c.name == case)
+    check_case(cases, chosen, torch.float32, dev)
+    with mutant(module, old, new), pytest.raises(AssertionError):
+        check_case(cases, chosen, torch.float32, dev)
