@@ -1,0 +1,127 @@
+"""The import rules of DESIGN.md, proved on the source and in fresh processes."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from riftco.kernels import ROOMS
+
+ROOT = pathlib.Path(__file__).parent.parent
+PACKAGE = ROOT / "riftco"
+KERNELS = PACKAGE / "kernels"
+ROOM_FILES = ("__init__.py", "spec.py", "op.py", "cuda.py", "module.py", "cases.py")
+
+
+def imports(file: pathlib.Path, top_level_only: bool = False) -> set[str]:
+    """Absolute names of the modules that `file` imports."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    tree = ast.parse(file.read_text())
+    found = set()
+    for node in tree.body if top_level_only else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(parts[: len(parts) - node.level]) if node.level else ""
+            name = ".".join(p for p in (base, node.module or "") if p)
+            found |= {name} | {f"{name}.{a.name}" for a in node.names}
+    return found
+
+
+def top(names: set[str]) -> set[str]:
+    return {n.partition(".")[0] for n in names}
+
+
+def test_rooms_are_the_folders():
+    folders = {p.parent.name for p in KERNELS.glob("*/op.py")}
+    assert folders == set(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_has_its_files_and_tests(room):
+    missing = [f for f in ROOM_FILES if not (KERNELS / room / f).exists()]
+    assert not missing
+    assert (ROOT / "tests" / "kernels" / f"test_{room}.py").exists()
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_spec_and_op_import_torch_only(room):
+    here = KERNELS / room
+    assert top(imports(here / "spec.py")) <= {"torch", "einops", "math", "riftco", "__future__", "typing"}
+    inner = {n for n in imports(here / "spec.py") if n.startswith("riftco")}
+    assert all(n.startswith(f"riftco.kernels.{room}") or ".spec" in n for n in inner), inner
+    forbidden = {"triton", "torch_xla", "numpy", "transformers"}
+    assert not top(imports(here / "op.py")) & forbidden
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_launchers_import_no_other_op(room):
+    for file in (KERNELS / room).glob("*.py"):
+        if file.name in ("op.py", "module.py", "cases.py", "__init__.py"):
+            continue
+        others = {f"riftco.kernels.{r}.op" for r in ROOMS}
+        assert not imports(file) & others, file
+
+
+def test_layers_point_one_way():
+    """models, adapters, data, train and cli use public functions; nothing below them imports them."""
+    order = ["kernels", "nn", "models", "adapters", "data", "train", "cli"]
+    allowed = {
+        "kernels": {"kernels", "metal", "tpu"},
+        "nn": {"kernels"},
+        "models": {"functional", "nn", "models"},
+        "adapters": {"functional", "nn", "models", "adapters"},
+        "data": {"data"},
+        "train": {"functional", "nn", "optim", "models", "adapters", "data", "train"},
+    }
+    for layer in order:
+        for file in (PACKAGE / layer).rglob("*.py"):
+            if layer not in allowed:
+                continue
+            used = {n.split(".")[1] for n in imports(file) if n.startswith("riftco.") and n.count(".") >= 1}
+            used -= {"__version__", "explain"}
+            assert used <= allowed[layer], f"{file.relative_to(ROOT)} imports {sorted(used - allowed[layer])}"
+
+
+def test_files_stay_readable():
+    long = {
+        str(f.relative_to(ROOT)): n
+        for f in [*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "csrc").rglob("*.*")]
+        if f.suffix in (".py", ".cpp", ".metal") and (n := len(f.read_text().splitlines())) > 500
+    }
+    assert not long
+
+
+def test_import_riftco_is_only_torch():
+    code = (
+        "import sys, riftco; bad = {'triton', 'transformers', 'fastapi', 'peft', 'rich'} & set(sys.modules);"
+        "assert not bad, bad; import torch; assert not torch.cuda.is_initialized();"
+        "assert 'riftco.functional' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_ops_need_no_triton():
+    code = (
+        "import sys; sys.modules['triton'] = None; import torch, riftco.functional as f, riftco.nn;"
+        "f.cross_entropy(torch.randn(2, 3), torch.tensor([0, 2]))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_a_missing_device_is_refused_by_name():
+    code = (
+        "from riftco.kernels._contract import define, choose\n"
+        "schema = '(Tensor x) -> Tensor'\n"
+        "op = define('probe', schema, fake=lambda x: x, spec='torch:clone', launchers={'cuda': 'torch:neg'})\n"
+        "import torch; assert torch.equal(op(torch.ones(2)), torch.ones(2))\n"
+        "try: choose('probe', 'mps')\n"
+        "except NotImplementedError as e: assert str(e) == 'no mps kernel for riftco::probe; it has: cpu, cuda', e\n"
+        "else: raise AssertionError('not refused')\n"
+        "try: define('probe', schema, fake=None, spec='torch:clone', launchers={})\n"
+        "except RuntimeError as e: assert 'already defined' in str(e)\n"
+        "else: raise AssertionError('defined twice')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
