@@ -43,10 +43,10 @@ lint: $(VENV)/test.stamp
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest --timeout=900 -n $(WORKERS)
 
 test-all: lint
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not gpu and not xla"
+	$(BIN)/python -m pytest --timeout=900 -n $(WORKERS) -m "not gpu and not xla"
 
 test-gpu: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -m gpu
