@@ -1,0 +1,1 @@
+"""Decoders of the Llama family: configs, files, tokenizers, generation."""

@@ -1,0 +1,138 @@
+"""Text to tokens and chat to text: one tokenizer, from a Hugging Face folder or built from a GGUF file."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .errors import ModelError
+
+# Tokens that end a turn or a text, where a vocabulary marks them as control tokens.
+END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>", "<|end|>", "<end_of_turn>", "</s>")
+SOURCE = "riftco_source.json"  # beside a cached conversion: which file it was made from
+
+
+class Tokenizer:
+    """A tokenizer with its chat template and the ids at which a reply ends.
+
+    Attributes:
+        hf: the transformers tokenizer inside.
+        stop_ids: ids that end generation.
+        bos_id, eos_id, pad_id: ids or None.
+    """
+
+    def __init__(self, hf: Any, stop_ids: Sequence[int] = ()):
+        self.hf = hf
+        special = set(hf.all_special_ids) | {i for i, t in hf.added_tokens_decoder.items() if t.special}
+        vocabulary = hf.get_vocab()
+        named = {vocabulary[t] for t in END_TOKENS if vocabulary.get(t) in special}
+        eos = set() if hf.eos_token_id is None else {hf.eos_token_id}
+        self.stop_ids = frozenset({int(i) for i in stop_ids} | named | eos)
+        self.bos_id: int | None = hf.bos_token_id
+        self.eos_id: int | None = hf.eos_token_id
+        self.pad_id: int | None = hf.pad_token_id
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Every id is below it."""
+        return max(self.hf.get_vocab().values()) + 1
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self.hf.chat_template)
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of `text`; with `add_special_tokens` also those that the model expects around plain text.
+
+        Special tokens written out in the text, as a rendered chat has them, become their ids.
+        """
+        return self.hf(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids and, for each, the span of characters of `text` that it came from."""
+        out = self.hf(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return out["input_ids"], [(a, b) for a, b in out["offset_mapping"]]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return self.hf.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False) -> str:
+        """The text that the model's chat template makes of OpenAI-style messages."""
+        if not self.has_chat_template:
+            raise ModelError("this model has no chat template; accepted: plain text, or a chat model")
+        import jinja2
+
+        try:
+            return self.hf.apply_chat_template(
+                [dict(m) for m in messages], tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as why:
+            raise ModelError(f"the chat template refuses these messages: {why}") from why
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write tokenizer.json, tokenizer_config.json and the chat template into `folder`."""
+        self.hf.save_pretrained(str(folder))
+
+
+def from_folder(folder: Path, stop_ids: Sequence[int] = ()) -> Tokenizer:
+    """From the tokenizer files of a local folder."""
+    if not any((folder / n).exists() for n in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise ModelError(f"{folder}: no tokenizer; accepted: tokenizer.json, tokenizer.model or vocab.json")
+    from transformers import AutoTokenizer
+
+    try:
+        hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as why:  # the reader raises its own errors, of many types, for files that it cannot read
+        reason = (str(why).splitlines() or [type(why).__name__])[0]
+        raise ModelError(f"{folder}: its tokenizer files cannot be read ({reason})") from why
+    return Tokenizer(hf, [*stop_ids, *_generation_stops(folder)])
+
+
+def _generation_stops(folder: Path) -> list[int]:
+    file = folder / "generation_config.json"
+    if not file.exists():
+        return []
+    try:
+        eos = json.loads(file.read_text()).get("eos_token_id")
+    except (ValueError, AttributeError) as why:
+        raise ModelError(f"{file}: not a readable JSON object") from why
+    return list(eos) if isinstance(eos, list) else [] if eos is None else [eos]
+
+
+def from_gguf(path: Path, metadata: Mapping[str, Any], digest: str, cache_dir: Path | None = None) -> Tokenizer:
+    """From a GGUF file's metadata; the conversion is kept in `cache_dir`, beside the digest of its source."""
+    stops = [metadata[k] for k in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if k in metadata]
+    if cache_dir is not None and _cached_source(cache_dir) == digest:
+        return from_folder(cache_dir, stops)
+    from .gguf_tokenizer import convert
+
+    made = Tokenizer(convert(path, metadata), stops)
+    if cache_dir is not None:
+        _write_cache(made, cache_dir, digest)
+    return made
+
+
+def _cached_source(cache_dir: Path) -> str | None:
+    try:
+        return json.loads((cache_dir / SOURCE).read_text())["digest"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # no cache, or one that was never finished: convert again
+
+
+def _write_cache(made: Tokenizer, cache_dir: Path, digest: str) -> None:
+    """The folder appears whole or not at all."""
+    cache_dir.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f".{cache_dir.name}-", dir=cache_dir.parent))
+    try:
+        made.save(fresh)
+        (fresh / SOURCE).write_text(json.dumps({"digest": digest}))
+        if cache_dir.exists():
+            shutil.rmtree(cache_dir)
+        fresh.rename(cache_dir)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
