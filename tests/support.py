@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from riftco import tpu
 from riftco.kernels import ROOMS, _contract
 from riftco.kernels._cases import Case
 
@@ -51,7 +52,10 @@ def _metal() -> str:
 
 
 def _xla() -> str:
-    return "" if importlib.util.find_spec("torch_xla") else "torch_xla lives in its own environment: make test-tpu"
+    if importlib.util.find_spec("torch_xla") is None:
+        return "torch_xla lives in its own environment: make test-tpu"
+    importlib.import_module("torch_xla")  # registers the device
+    return ""
 
 
 DEVICES = (
@@ -59,7 +63,7 @@ DEVICES = (
     Device("cpu-triton", "cpu", "triton", _triton),
     Device("mps-emulated", "cpu", "metal", _metal),
     Device("cuda", "cuda", None, lambda: "" if torch.cuda.is_available() else "no CUDA device"),
-    Device("xla", "xla", None, _xla),
+    Device("xla", tpu.DEVICE_TYPE, None, _xla),
 )
 MARKS = {"cuda": pytest.mark.gpu, "xla": pytest.mark.xla}
 

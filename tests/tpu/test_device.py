@@ -1,0 +1,40 @@
+"""The one place that names the TPU's device, with and without torch_xla."""
+
+import importlib.util
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import support
+import torch
+
+from riftco import explain, tpu
+
+
+def test_without_torch_xla_the_error_says_what_to_do(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch_xla" else find(name))
+    assert f"torch {torch.__version__}" in tpu.why_not()
+    with pytest.raises(RuntimeError, match=r"no TPU: torch_xla is not installed.*make tpu-env"):
+        tpu.device()
+
+
+@pytest.mark.xla
+@pytest.mark.parametrize("device", support.device_params(("xla",)))
+def test_with_torch_xla(device):
+    assert tpu.why_not() == ""
+    assert tpu.device().type == tpu.DEVICE_TYPE == torch.ones(2).to(tpu.device()).device.type
+
+
+def test_launchers_need_no_torch_xla_to_be_named():
+    code = (
+        "import sys; sys.modules['torch_xla'] = None\nimport riftco.tpu, riftco.tpu.cross_entropy, riftco.functional\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=pathlib.Path(__file__).parents[2])
+
+
+def test_explain_names_the_launcher():
+    rows = {r["op"]: r["implementation"] for r in explain("xla")}
+    assert rows["cross_entropy_fwd"] == "riftco.tpu.cross_entropy:forward"
+    assert rows["cross_entropy_bwd"] == "riftco.tpu.cross_entropy:backward"
