@@ -46,9 +46,11 @@ def _triton() -> str:
 
 
 def _metal() -> str:
-    if importlib.util.find_spec("metal_emulator") is None:
-        return "tests/metal_emulator is not there"
-    return importlib.import_module("metal_emulator").why_not()
+    emulator = importlib.import_module("metal_emulator")
+    reason = emulator.why_not()
+    if not reason:
+        emulator.install()  # compiles at the first launch
+    return reason
 
 
 def _xla() -> str:

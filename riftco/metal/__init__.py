@@ -1,0 +1,88 @@
+"""The compiled Metal extension and the shaders' text. Each <op>.py beside this file launches csrc/metal/<op>.metal.
+
+Nothing is loaded at import: the extension exists on macOS only (setup.py), and the first launch asks for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import re
+from collections.abc import Callable
+
+import torch
+
+PACKAGE = pathlib.Path(__file__).parent
+INSTALLED = PACKAGE / "shaders"  # where setup.py puts csrc/metal in a wheel
+CHECKOUT = PACKAGE.parents[1] / "csrc" / "metal"
+
+_find_extension: Callable[[], pathlib.Path] | None = None
+
+
+def use_extension(find: Callable[[], pathlib.Path]) -> None:
+    """Take the extension from the path that `find` returns, when it is first needed, instead of the package's own."""
+    global _find_extension
+    _find_extension = find
+
+
+@functools.cache
+def ops():
+    """The extension's operators, torch.ops.riftco_mps.
+
+    Raises:
+        RuntimeError: the extension was not built, or was built with another version of PyTorch.
+    """
+    path = _find_extension() if _find_extension else _built()
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as e:
+        raise RuntimeError(f"riftco: cannot load the Metal extension {path.name}: {e}\n{REBUILD}") from e
+    built_with = torch.ops.riftco_mps.built_with()
+    if _release(built_with) != _release(torch.__version__):
+        raise RuntimeError(
+            f"riftco: the Metal extension was built with torch {built_with}; this is {torch.__version__}. {REBUILD}"
+        )
+    return torch.ops.riftco_mps
+
+
+REBUILD = "Build it against the torch that is installed: pip install --no-build-isolation --force-reinstall riftco"
+
+
+def _built() -> pathlib.Path:
+    found = sorted(PACKAGE.parent.glob("_C*.so"))
+    if not found:
+        raise RuntimeError(
+            f"riftco: the Metal extension is not built (no {PACKAGE.parent / '_C*.so'}). On a Mac with Xcode's command "
+            f"line tools, `pip install` builds it; other systems have no Metal. {REBUILD}"
+        )
+    return found[0]
+
+
+def _release(version: str) -> list[str]:
+    return version.partition("+")[0].split(".")[:2]
+
+
+@functools.cache
+def source(name: str) -> str:
+    """The text of <name>.metal with its own #include "..." lines replaced by those files, each once.
+
+    Metal compiles this text at run time and knows no include path.
+    """
+    folder = INSTALLED if INSTALLED.is_dir() else CHECKOUT
+    return _inlined(folder, f"{name}.metal", set())
+
+
+def _inlined(folder: pathlib.Path, file: str, seen: set[str]) -> str:
+    lines = [f'#line 1 "{file}"']
+    for number, line in enumerate((folder / file).read_text().splitlines(), 1):
+        if m := re.fullmatch(r'#include "([\w.]+)"', line):
+            if m[1] not in seen:
+                seen.add(m[1])
+                lines += [_inlined(folder, m[1], seen), f'#line {number + 1} "{file}"']
+            else:
+                lines.append("")
+        elif line.strip() != "#pragma once":  # which means nothing in one text
+            lines.append(line)
+        else:
+            lines.append("")
+    return "\n".join(lines) + "\n"

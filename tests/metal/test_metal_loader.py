@@ -1,0 +1,103 @@
+"""Where the extension and the shaders come from: the loader's errors, setup.py, the cache of libraries."""
+
+import pathlib
+import platform
+import runpy
+import subprocess
+import sys
+import types
+
+import pytest
+import setuptools
+import support
+import torch
+import torch.utils.cpp_extension  # before platform.system() is changed below
+
+import riftco.metal
+from riftco.functional import cross_entropy
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """The loader as in a new process, in a package without an extension."""
+    monkeypatch.setattr(riftco.metal, "_find_extension", None)
+    monkeypatch.setattr(riftco.metal, "PACKAGE", tmp_path / "riftco" / "metal")
+    monkeypatch.setattr(riftco.metal, "ops", riftco.metal.ops.__wrapped__)
+    (tmp_path / "riftco").mkdir()
+    return tmp_path / "riftco"
+
+
+def test_an_extension_that_is_not_built(fresh):
+    with pytest.raises(RuntimeError, match=r"Metal extension is not built .*other systems have no Metal"):
+        riftco.metal.ops()
+
+
+def test_an_extension_that_does_not_load(fresh):
+    (fresh / "_C.cpython-311-darwin.so").write_bytes(b"of another system")
+    with pytest.raises(
+        RuntimeError, match=r"cannot load the Metal extension _C.cpython-311-darwin.so(.|\n)*no-build-iso"
+    ):
+        riftco.metal.ops()
+
+
+def test_an_extension_for_another_torch(fresh, monkeypatch):
+    (fresh / "_C.so").touch()
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    monkeypatch.setattr(torch.ops, "riftco_mps", types.SimpleNamespace(built_with=lambda: "2.1.0"), raising=False)
+    with pytest.raises(RuntimeError, match=r"built with torch 2\.1\.0; this is"):
+        riftco.metal.ops()
+
+
+def test_source_holds_each_include_once():
+    text = riftco.metal.source("cross_entropy")
+    assert text.count("struct Rows {") == 1 and '#include "' not in text and "#pragma once" not in text
+
+
+def test_setup_ships_the_shaders_and_no_extension_here(tmp_path):
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "setup.py", "-q", "build_py", "-d", tmp_path], cwd=ROOT, check=True,
+        capture_output=True,
+    )  # fmt: skip
+    shipped = {p.name: p.read_text() for p in (tmp_path / "riftco" / "metal" / "shaders").iterdir()}
+    assert shipped == {p.name: p.read_text() for p in (ROOT / "csrc" / "metal").iterdir()}
+    if platform.system() != "Darwin":
+        assert not list(tmp_path.rglob("*.so"))
+
+
+def test_setup_builds_the_extension_on_a_mac(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(setuptools, "setup", asked.update)
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    monkeypatch.chdir(ROOT)
+    runpy.run_path("setup.py")
+    (extension,) = asked["ext_modules"]
+    assert extension.name == "riftco._C" and "-std=c++20" in extension.extra_compile_args
+    assert extension.sources == ["csrc/bindings.cpp"] and "csrc/launch.h" in extension.depends
+    assert ("RIFTCO_TORCH_VERSION", f'"{torch.__version__}"') in extension.define_macros
+
+
+@pytest.mark.slow
+def test_setup_compiles_the_extension(tmp_path):
+    """The macOS branch of setup.py with this system's compiler: flags and quoting; Metal's symbols stay unresolved."""
+    code = (
+        "import platform, runpy, sys, torch.utils.cpp_extension; platform.system = lambda: 'Darwin';"
+        f"sys.argv = ['setup.py', '-q', 'build_ext', '-b', {str(tmp_path / 'b')!r}, '-t', {str(tmp_path / 't')!r}];"
+        "runpy.run_path('setup.py', run_name='__main__')"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, check=True, capture_output=True)
+    (built,) = (tmp_path / "b" / "riftco").glob("_C*.so")
+    assert f"{torch.__version__}".encode() in built.read_bytes()
+
+
+@pytest.mark.parametrize("device", support.device_params(("mps-emulated",)))
+def test_libraries_and_functions_are_cached(device, monkeypatch):
+    """A second launch compiles nothing."""
+    import metal_emulator.extension as extension
+
+    x, y = torch.randn(2, 5), torch.tensor([1, 2])
+    with device.use():
+        first = cross_entropy(x, y)
+        monkeypatch.setattr(extension.shaders, "library", None)
+        assert torch.equal(cross_entropy(x, y), first)
