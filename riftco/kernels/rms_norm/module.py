@@ -1,0 +1,51 @@
+"""torch.nn.RMSNorm's twin."""
+
+import torch
+from torch import Tensor, nn
+
+from .op import rms_norm
+
+
+class RMSNorm(nn.Module):
+    """RMS normalisation over the last dimensions, with torch.nn.RMSNorm's arguments and state_dict.
+
+    `offset` is added to the weight, which starts at 1 - offset: Gemma's (1 + weight) is offset=1.0.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | list[int] | torch.Size | tuple[int, ...],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device=None,
+        dtype=None,
+        *,
+        offset: float = 0.0,
+    ):
+        super().__init__()
+        self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        self.eps = eps
+        self.elementwise_affine = elementwise_affine
+        self.offset = offset
+        self.weight: nn.Parameter | None
+        if elementwise_affine:
+            self.weight = nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype))
+        else:
+            self.register_parameter("weight", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 1.0 - self.offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[x.dim() - len(self.normalized_shape) :] != self.normalized_shape:
+            raise ValueError(f"RMSNorm: x must end in {self.normalized_shape}; got {tuple(x.shape)}")
+        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.eps is None else self.eps
+        rows = x.flatten(-len(self.normalized_shape))
+        weight = None if self.weight is None else self.weight.flatten()
+        return rms_norm(rows, weight, eps, offset=self.offset).view(x.shape)
+
+    def extra_repr(self) -> str:
+        extra = f", offset={self.offset}" if self.offset else ""
+        return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}{extra}"
