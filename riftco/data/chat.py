@@ -1,0 +1,187 @@
+"""JSONL to tokenised examples: the model's chat template, and which tokens carry loss.
+
+What of a conversation is trained on is found by a span diff: the text of the first i messages with the template's
+generation prompt is what the model will have read when it answers; everything that message i adds to it, up to and
+with its end-of-turn token, is the reply.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from .errors import DataError
+from .records import Message, Record, parse_line, parse_record
+
+__all__ = ["Dataset", "Example", "Message", "Template", "load_examples", "parse_record", "render"]
+
+
+class Template(Protocol):
+    """What rendering needs of a tokenizer; riftco.models.Tokenizer is one."""
+
+    eos_id: int | None
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False) -> str: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]: ...
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]: ...
+
+
+@dataclass(frozen=True)
+class Example:
+    """Token ids and, for each, the weight of its loss as something to predict (0: not trained on)."""
+
+    ids: tuple[int, ...]
+    weights: tuple[float, ...]
+    line: int = 0
+
+    @property
+    def n_labelled(self) -> int:
+        return sum(w > 0 for w in self.weights[1:])  # the first token has nothing before it to predict it from
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The examples of one file.
+
+    Attributes:
+        skipped: one line of text for each line of the file that `skip_bad` left out.
+        truncated: how many examples were cut to the maximum length.
+    """
+
+    path: str
+    examples: tuple[Example, ...]
+    skipped: tuple[str, ...] = ()
+    truncated: int = 0
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+
+@dataclass
+class _Reading:
+    examples: list[Example] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    truncated: int = 0
+
+
+def load_examples(
+    path: str | os.PathLike[str],
+    template: Template,
+    *,
+    max_length: int | None = None,
+    truncate: bool = False,
+    skip_bad: bool = False,
+) -> Dataset:
+    """Read a JSONL file and tokenise each line with the model's chat template.
+
+    Args:
+        path: the file; blank lines are passed over.
+        template: the model's tokenizer.
+        max_length: most tokens of an example; a longer one is an error unless `truncate` cuts its end off.
+        truncate: cut instead of refusing. An example left without anything to train on is still an error.
+        skip_bad: leave bad lines out, and count them in `Dataset.skipped`.
+
+    Raises:
+        DataError: a missing or empty file, or a bad line, as "file:line: why".
+    """
+    reading = _Reading()
+    for number, line in _lines(path):
+        try:
+            example = render(parse_line(line), template, line=number)
+            if max_length is not None and len(example) > max_length:
+                example = _shortened(example, max_length, truncate)
+                reading.truncated += 1
+            reading.examples.append(example)
+        except ValueError as bad:  # DataError, and what the tokenizer or the template refuses
+            why = f"{path}:{number}: {bad}"
+            if not skip_bad:
+                raise DataError(f"{why} (--skip-bad leaves such lines out)") from bad
+            reading.skipped.append(why)
+    if not reading.examples:
+        reason = f"all {len(reading.skipped)} lines are bad; the first: {reading.skipped[0]}" if reading.skipped else ""
+        raise DataError(f"{path}: no examples in this file{': ' + reason if reason else '; it is empty'}")
+    return Dataset(str(path), tuple(reading.examples), tuple(reading.skipped), reading.truncated)
+
+
+def _lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
+    where = pathlib.Path(path)
+    if where.is_dir():
+        raise DataError(f"{path} is a folder; name the JSONL file in it")
+    try:
+        with open(where, "rb") as f:
+            for number, raw in enumerate(f, 1):
+                try:
+                    line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError:
+                    raise DataError(f"{path}:{number}: not UTF-8 text; is this a JSONL file?") from None
+                if line.strip():
+                    yield number, line
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file; give the path of a JSONL file") from None
+
+
+def _shortened(example: Example, max_length: int, truncate: bool) -> Example:
+    if not truncate:
+        raise DataError(
+            f"the example has {len(example)} tokens, more than the {max_length} allowed; "
+            "shorten it, or cut the ends of long examples off with --truncate"
+        )
+    cut = Example(example.ids[:max_length], example.weights[:max_length], example.line)
+    if not cut.n_labelled:
+        raise DataError(f"cut to {max_length} tokens, nothing to train on is left of this example")
+    return cut
+
+
+def render(record: Record, template: Template, *, line: int = 0) -> Example:
+    """Tokenise one record; loss on the assistant's turns, end-of-turn token included, or on all of a plain text."""
+    if not record.messages:
+        ids = template.encode(record.text, add_special_tokens=True)
+        if template.eos_id is not None and ids[-1:] != [template.eos_id]:
+            ids = [*ids, template.eos_id]
+        example = Example(tuple(ids), (1.0,) * len(ids), line)
+    else:
+        text, spans = reply_spans(record, template)
+        tokens, offsets = template.encode_with_offsets(text)
+        example = Example(tuple(tokens), tuple(_weights(offsets, spans)), line)
+    if not example.n_labelled:
+        raise DataError("nothing to train on: it has no token to predict")
+    return example
+
+
+def reply_spans(record: Record, template: Template) -> tuple[str, list[tuple[int, int, float]]]:
+    """The rendered text, and (start, end, weight) in characters of each reply that carries loss."""
+    turns = [dict(m.fields) for m in record.messages]
+    text = template.render_chat(turns)
+    spans = []
+    for i, message in enumerate(record.messages):
+        if message.role != "assistant" or message.weight == 0:
+            continue
+        if i == 0:
+            raise DataError("message 0 is the assistant's; a conversation starts with a system or user message")
+        before = template.render_chat(turns[:i], add_generation_prompt=True)
+        after = template.render_chat(turns[: i + 1]) if i + 1 < len(turns) else text
+        if not (after.startswith(before) and text.startswith(after.rstrip())):
+            raise DataError(
+                f"the chat template renders message {i} differently once other messages follow, so that its reply "
+                "cannot be marked; give each reply a line of its own, with the conversation up to it"
+            )
+        # a line break that the template puts behind the end-of-turn token is not the model's to write
+        spans.append((len(before), len(after.rstrip()), message.weight))
+    return text, spans
+
+
+def _weights(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int, float]]) -> Iterator[float]:
+    """The weight of the span that a token begins in; a token that begins before the reply belongs to the prompt."""
+    i = 0
+    for start, end in offsets:
+        while i < len(spans) and start >= spans[i][1]:
+            i += 1
+        yield spans[i][2] if i < len(spans) and start >= spans[i][0] and end > start else 0.0
