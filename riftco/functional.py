@@ -1,6 +1,7 @@
 """Every op's public function."""
 
+from .kernels.attention.op import attention, scaled_dot_product_attention
 from .kernels.cross_entropy.op import cross_entropy
 from .kernels.rms_norm.op import rms_norm
 
-__all__ = ["cross_entropy", "rms_norm"]
+__all__ = ["attention", "cross_entropy", "rms_norm", "scaled_dot_product_attention"]

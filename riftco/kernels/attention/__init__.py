@@ -1,0 +1,3 @@
+from .op import attention, scaled_dot_product_attention
+
+__all__ = ["attention", "scaled_dot_product_attention"]

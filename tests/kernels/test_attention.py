@@ -1,0 +1,400 @@
+"""Attention beyond the conformance cases: gradcheck, contract, strides, edges, accuracy, planted bugs."""
+
+import itertools
+
+import pytest
+import support
+import torch
+import torch.nn.functional as F
+
+from riftco import nn
+from riftco.functional import attention, scaled_dot_product_attention
+from riftco.kernels.attention import cases, op, spec
+from riftco.kernels.attention.route import TILES, route
+
+DEVICES = support.device_params(("cpu", "cpu-triton", "cuda"))
+CUDA = "riftco.kernels.attention.cuda"
+
+
+def qkv(B=2, T=9, S=9, H=4, K=2, D=8, Dv=None, dtype=torch.float32, device="cpu"):
+    shapes = (B, T, H, D), (B, S, K, D), (B, S, K, D if Dv is None else Dv)
+    return tuple(torch.randn(s, dtype=torch.float64).to(device, dtype) for s in shapes)
+
+
+def packed(cu, H=4, K=2, D=8, spare=0, dtype=torch.float32, device="cpu"):
+    total = cu[-1] + spare
+    q, k, v = (t[0] for t in qkv(1, total, total, H, K, D, dtype=dtype, device=device))
+    return q, k, v, torch.tensor(cu, dtype=torch.int32, device=device)
+
+
+def run(q, k, v, d_out, **options):
+    """(out, lse, d_q, d_k, d_v)."""
+    q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+    out, lse = attention(q, k, v, return_lse=True, **options)
+    return out.detach(), lse, *torch.autograd.grad(out, (q, k, v), d_out)
+
+
+NAMES = ("out", "lse", "d_q", "d_k", "d_v")
+
+
+def nmse(got, want):
+    want = want.double()
+    return ((got.double() - want).square().sum() / want.square().sum().clamp(min=1e-60)).item()
+
+
+@pytest.mark.parametrize("causal,T,S,K", [(False, 5, 3, 4), (True, 4, 6, 2), (True, 6, 4, 1)])
+def test_gradcheck(causal, T, S, K):
+    leaves = [t.requires_grad_() for t in qkv(1, T, S, 4, K, 3, 2, dtype=torch.float64)]
+    assert torch.autograd.gradcheck(lambda *t: attention(*t, causal=causal), leaves)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradcheck_packed(causal):
+    q, k, v, cu = packed((0, 3, 3, 4, 8), 4, 2, 3, spare=1, dtype=torch.float64)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    assert torch.autograd.gradcheck(lambda *t: attention(*t, causal=causal, cu_seqlens_q=cu), leaves)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_is_each_document_alone(device, causal):
+    cu_q, cu_k = (0, 5, 5, 6, 40), (0, 3, 9, 12, 90)
+    q, k, v = (t[0] for t in qkv(1, 40, 90, 6, 2, 16, device=device.torch_device))
+    d_out = torch.randn_like(q)
+    options = {"cu_seqlens_q": torch.tensor(cu_q).to(q.device), "cu_seqlens_k": torch.tensor(cu_k).to(q.device)}
+    with device.use():
+        got = run(q, k, v, d_out, causal=causal, **options)
+        for (a, b), (c, d) in zip(itertools.pairwise(cu_q), itertools.pairwise(cu_k)):
+            want = run(q[None, a:b], k[None, c:d], v[None, c:d], d_out[None, a:b], causal=causal)
+            pieces = got[0][a:b], got[1][:, a:b], got[2][a:b], got[3][c:d], got[4][c:d]
+            for name, x, y in zip(NAMES, pieces, want):
+                torch.testing.assert_close(x, y[0], msg=lambda m, name=name, a=a: f"{name} of document at {a}: {m}")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype,bound", [(torch.float32, 1e-5), (torch.float16, 1e-5), (torch.bfloat16, 5e-5)])
+@pytest.mark.parametrize("D,H,K,S,T", [(128, 8, 2, 64, 16), (64, 4, 2, 75, 37), (256, 16, 4, 40, 24)])
+def test_nmse(device, dtype, bound, D, H, K, S, T):
+    """dO ~ 1e-3; the bfloat16 bound is the interpreter's, which truncates."""
+    q, k, v = qkv(1, T, S, H, K, D, dtype=dtype, device=device.torch_device)
+    d_out = (torch.randn(q.shape) * 1e-3).to(q)
+    with device.use():
+        got = run(q, k, v, d_out, causal=True)
+    want = run(*(t.cpu().double() for t in (q, k, v, d_out)), causal=True)
+    for name, x, y in zip(NAMES, got, want):
+        assert nmse(x.cpu(), y) <= bound, name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("documents", [None, (0, 20, 64)])
+def test_float16_gradients_of_a_tiny_upstream(device, documents):
+    """dO ~ 1e-6 is a handful of float16's smallest steps; heads far apart in size must not spoil each other."""
+    q, k, v = qkv(1, 64, 64, 4, 2, 32, dtype=torch.float16, device=device.torch_device)
+    q, k = q * 0.25, k * 4
+    d_out = torch.randn(q.shape, device=q.device) * 1e-6
+    d_out[:, :, 1] *= 1e5
+    options = {"scale": 1.0}
+    if documents:
+        q, k, v, d_out = q[0], k[0], v[0], d_out[0]
+        options["cu_seqlens_q"] = torch.tensor(documents, device=q.device)
+    d_out = d_out.half()
+    with device.use():
+        got = run(q, k, v, d_out, **options)
+    cu = None if documents is None else options["cu_seqlens_q"].cpu()
+    want = run(*(t.cpu().double() for t in (q, k, v, d_out)), scale=1.0, cu_seqlens_q=cu)
+    for name, x, y in list(zip(NAMES, got, want))[2:]:
+        for head in range(x.shape[-2]):  # a head by itself: the large one would hide the others
+            a, b = (t[..., head, :].cpu().half().double().flatten() for t in (x, y))
+            assert F.cosine_similarity(a, b, 0) > 0.99995, (name, head)
+            assert abs(a.norm() / b.norm() - 1) < 2e-4, (name, head)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_runs_are_bit_equal(device):
+    q, k, v, cu = packed((0, 30, 31, 80), 6, 2, 16, device=device.torch_device, dtype=torch.float16)
+    d_out = torch.randn(q.shape).to(q)
+    with device.use():
+        first, second = (run(q, k, v, d_out, causal=True, cu_seqlens_q=cu) for _ in range(2))
+    for name, a, b in zip(NAMES, first, second):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_strides(device):
+    """Slices, transposes, expanded heads, offsets and strided head dims give what a contiguous copy gives."""
+    wide = torch.randn(2, 20, 2, 48, device=device.torch_device)
+    views = {
+        "one projection": wide.split(16, -1),
+        "heads first": tuple(t.transpose(1, 2) for t in qkv(2, 2, 2, 20, 20, 16, device=wide.device)),
+        "expanded batch": tuple(t[:1].expand(2, -1, -1, -1) for t in wide.split(16, -1)),
+        "expanded heads": tuple(t[:, :, :1].expand(-1, -1, 2, -1) for t in wide.split(16, -1)),
+        "every third channel": tuple(wide[..., i::3] for i in range(3)),
+        "odd rows": tuple(t[:, 1::2] for t in wide.split(16, -1)),
+    }
+    with device.use():
+        for name, tensors in views.items():
+            d_out = torch.randn(tensors[0].shape, device=wide.device).transpose(1, 2).contiguous().transpose(1, 2)
+            got = run(*tensors, d_out, causal=True)
+            want = run(*(t.contiguous() for t in tensors), d_out.contiguous(), causal=True)
+            for what, a, b in zip(NAMES, got, want):
+                torch.testing.assert_close(a, b, msg=lambda m, name=name, what=what: f"{name}, {what}: {m}")
+                assert a.is_contiguous()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("B,T,S,H", [(0, 3, 3, 2), (2, 0, 3, 2), (2, 3, 0, 2), (1, 2, 2, 0)])
+def test_zero_sizes(device, B, T, S, H):
+    q, k, v = qkv(B, T, S, H, 1, 8, device=device.torch_device)
+    with device.use(), support.poisoned():
+        out, lse, *grads = run(q, k, v, torch.ones_like(q), causal=True)
+    assert out.abs().sum() == 0 and (lse == -torch.inf).all()
+    assert all(bool((g == 0).all()) for g in grads)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_of_no_document(device):
+    """Spare rows that hold NaN give exactly 0 and reach nothing; so do documents without keys."""
+    q, k, v, cu = packed((0, 7, 7, 20), spare=50, device=device.torch_device)
+    d_out = torch.randn_like(q)
+    with device.use(), support.poisoned():
+        want = run(q[:20], k[:20], v[:20], d_out[:20], cu_seqlens_q=cu)
+        for t in (q, k, v, d_out):
+            t[20:] = torch.nan
+        got = run(q, k, v, d_out, cu_seqlens_q=cu)
+    for name, a, b in zip(NAMES, got, want):
+        spare, a = (a[:, 20:], a[:, :20]) if name == "lse" else (a[20:], a[:20])
+        assert bool((spare == (-torch.inf if name == "lse" else 0)).all()), name
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_only_gradients_that_are_needed(device):
+    q, k, v = qkv(1, H=2, K=1, device=device.torch_device)
+    d_out = torch.randn_like(q)
+    with device.use():
+        full = run(q, k, v, d_out)[2:]
+        for need in itertools.product([False, True], repeat=3):
+            if not any(need):
+                continue
+            leaves = [t.clone().requires_grad_(n) for t, n in zip((q, k, v), need)]
+            attention(*leaves).backward(d_out)
+            for leaf, n, want in zip(leaves, need, full):
+                assert torch.equal(leaf.grad, want) if n else leaf.grad is None
+            with torch.no_grad():
+                out, lse = op.fwd(q, k, v, None, None, False, None)
+                grads = op.bwd(d_out, q, k, v, out, lse, None, None, False, None, *need)
+            assert [g.numel() > 0 for g in grads] == list(need)
+
+
+def test_cpu_blocks():
+    """More rows, keys and heads than one block holds, and no T x S tensor on the way."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for t in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(t, torch.Tensor):
+                    self.seen = max(self.seen, t.untyped_storage().nbytes() // t.element_size())
+            return out
+
+    q, k, v = qkv(1, 1100, 1300, 20, 10, 8)
+    d_out = torch.randn_like(q)
+    with Largest() as largest:
+        got = run(q, k, v, d_out, causal=True)
+    assert largest.seen < 1100 * 1300 // 2
+    out = F.scaled_dot_product_attention(
+        *(t.double().transpose(1, 2) for t in (q, k, v)), spec.visible(1100, 1300, None, None, True, q.device),
+        enable_gqa=True,
+    )  # fmt: skip
+    torch.testing.assert_close(got[0].double(), out.transpose(1, 2), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("T,S", [(7, 7), (4, 9), (9, 4)])
+def test_scaled_dot_product_attention_is_pytorchs(causal, T, S):
+    q, k, v = (t.transpose(1, 2) for t in qkv(2, T, S, 4, 2, 8))
+    leaves = [[t.clone().requires_grad_() for t in (q, k, v)] for _ in range(2)]
+    outs = [
+        f(*x, is_causal=causal, scale=0.3, enable_gqa=True)
+        for f, x in zip((scaled_dot_product_attention, F.scaled_dot_product_attention), leaves)
+    ]
+    torch.testing.assert_close(*outs)
+    for out in outs:
+        out.backward(torch.ones_like(out))
+    for a, b in zip(*leaves):
+        torch.testing.assert_close(a.grad, b.grad)
+    for t in (q[:, 0, 0], q[0, :1], q[None, :, :2]):  # [T, D], [H, T, D], [1, B, H, T, D]
+        torch.testing.assert_close(scaled_dot_product_attention(t, t, t), F.scaled_dot_product_attention(t, t, t))
+
+
+def test_scaled_dot_product_attention_refuses():
+    q = torch.randn(1, 4, 5, 8)
+    for error, text, bad in [
+        (NotImplementedError, "attn_mask", {"attn_mask": torch.ones(5, 5)}),
+        (NotImplementedError, "dropout_p", {"dropout_p": 0.1}),
+        (ValueError, "leading", {"key": q.expand(2, -1, -1, -1)}),
+        (ValueError, "enable_gqa", {"key": q[:, :2], "value": q[:, :2]}),
+    ]:
+        with pytest.raises(error, match=text):
+            scaled_dot_product_attention(**{"query": q, "key": q, "value": q, **bad})
+
+
+def test_module():
+    torch.manual_seed(1)
+    layer = nn.Attention(24, 6, 2, bias=True)
+    x = torch.randn(2, 7, 24)
+    q, k, v = (p(x).unflatten(-1, (-1, 4)).transpose(1, 2) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    want = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(layer(x), layer.o_proj(want))
+    flat = layer(x.flatten(0, 1), torch.tensor([0, 7, 14]))
+    torch.testing.assert_close(flat.view_as(x), layer(x))
+    assert nn.Attention(24, 6, causal=False)(x).isfinite().all()
+    for bad in ((25, 6), (24, 6, 4)):
+        with pytest.raises(ValueError, match="multiple"):
+            nn.Attention(*bad)
+
+
+def test_opcheck():
+    q, k, v = qkv(1, 5, 6, 4, 2, 8)
+    out, lse = op.fwd(q, k, v, None, None, True, None)
+    torch.library.opcheck(op.fwd, (q, k, v, None, None, True, None))
+    for need in ((True, True, True), (False, True, False)):
+        torch.library.opcheck(op.bwd, (torch.randn_like(out), q, k, v, out, lse, None, None, True, None, *need))
+    q, k, v, cu = packed((0, 2, 5))
+    out, lse = op.fwd(q, k, v, cu, cu, False, 0.5)
+    torch.library.opcheck(op.fwd, (q, k, v, cu, cu, False, 0.5))
+    torch.library.opcheck(op.bwd, (torch.randn_like(out), q, k, v, out, lse, cu, cu, False, 0.5, True, True, True))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_fullgraph(device, dynamic):
+    torch._dynamo.reset()
+
+    def both(q, k, v, cu):
+        x = attention(q, k, v, causal=True)
+        return x, attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_seqlens_q=cu)
+
+    fn = torch.compile(both, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    with device.use():
+        for T in (5, 9):
+            cu = torch.tensor([0, 4, 2 * T], device=device.torch_device)
+            tensors = qkv(2, T, T, device=device.torch_device)
+            a, b = ([t.clone().requires_grad_() for t in tensors] for _ in range(2))
+            ya, yb = both(*a, cu), fn(*b, cu)
+            for y in (ya, yb):
+                (y[0].square().sum() + y[1].sum()).backward()
+            assert all(torch.equal(s, t) for s, t in zip(ya, yb))
+            assert all(torch.equal(s.grad, t.grad) for s, t in zip(a, b))
+
+
+def test_modes():
+    q, k, v = qkv()
+    with torch.inference_mode():
+        a = attention(q, k, v, causal=True)
+    with torch.no_grad():
+        b, lse = attention(q.requires_grad_(), k, v, causal=True, return_lse=True)
+    assert torch.equal(a, b) and not b.requires_grad
+    live, live_lse = attention(q, k, v, causal=True, return_lse=True)
+    assert live.requires_grad and not live_lse.requires_grad and torch.equal(lse, live_lse)
+    q = q.detach()
+    got = torch.func.grad(lambda t: attention(t, k, v).square().sum())(q)
+    want = torch.func.grad(lambda t: attention(t, k, v, impl="spec").square().sum())(q)
+    torch.testing.assert_close(got, want)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = attention(q, k.bfloat16(), v)
+        assert mixed.dtype == torch.bfloat16
+        assert torch.equal(mixed, attention(q.bfloat16(), k.bfloat16(), v.bfloat16()))
+    d = [t.double().requires_grad_() for t in qkv(1, 3, 3, 2, 1, 2)]
+    (g,) = torch.autograd.grad(attention(*d).sum(), d[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        g.sum().backward()
+    assert torch.autograd.gradgradcheck(lambda *t: attention(*t, causal=True, impl="spec"), d)
+
+
+def test_two_backward_passes_and_checkpoint():
+    q, k, v = (t.requires_grad_() for t in qkv())
+    out = attention(q, k, v, causal=True)
+    first = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
+    kept = [g.clone() for g in first]
+    second = torch.autograd.grad(out.sum(), (q, k, v))
+    again = torch.utils.checkpoint.checkpoint(lambda *t: attention(*t, causal=True), q, k, v, use_reentrant=False)
+    third = torch.autograd.grad(again.sum(), (q, k, v))
+    for a, b, c, d in zip(first, kept, second, third):
+        assert torch.equal(a, b) and torch.equal(b, c) and torch.equal(c, d)
+
+
+def test_errors(monkeypatch):
+    q, k, v = qkv()
+    cu = torch.tensor([0, 4, 9])
+    one = tuple(t[0] for t in (q, k, v))
+    for args, options, text in [
+        ((q[0], k, v), {}, r"\[B, T, heads, head dim\]"),
+        ((q, k, v), {"cu_seqlens_q": cu}, "total, heads"),
+        ((q, k, v), {"cu_seqlens_k": cu}, "needs cu_seqlens_q"),
+        ((q.half(), k, v), {}, "share a floating dtype"),
+        ((q[:1], k, v), {}, "batch sizes"),
+        ((q, k, v[:, :3]), {}, "same length"),
+        ((q[..., :4], k, v), {}, "same head dim"),
+        ((q[:, :, :3], k, v), {}, "multiple of key heads; got 3 and 2"),
+        (one, {"cu_seqlens_q": cu.float()}, "cu_seqlens_q must be int32"),
+        (one, {"cu_seqlens_q": cu, "cu_seqlens_k": cu[:2]}, "differ in length: 3 and 2"),
+        ((q, k, v), {"impl": "fast"}, "'fast'"),
+        ((q, k, v.to("meta")), {}, "v on meta"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            attention(*args, **options)
+    monkeypatch.setenv("RIFTCO_CHECK", "1")
+    attention(*one, cu_seqlens_q=cu, max_seqlen_q=5, max_seqlen_k=5)
+    for starts, longest, text in [
+        ([0, 5, 4], None, "ascend"),
+        ([0, 4, 10], None, "9 rows"),
+        ([0, 4, 9], 4, "of 5 rows"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            attention(*one, cu_seqlens_q=torch.tensor(starts), max_seqlen_q=longest)
+
+
+def test_route():
+    assert [route(torch.float16, d, d).name for d in (8, 64, 96, 256)] == ["tiled"] * 4
+    assert route(torch.float16, 96, 96).D == 128
+    assert route(torch.float32, 7, 7).why == "head dim 7 is no multiple of 8 up to 256"
+    assert route(torch.float32, 64, 128).why == "head dims 64 and 128 differ"
+    assert route(torch.bfloat16, 512, 512).name == "padded"
+    assert route(torch.float32, 8, 64).tiles is TILES[4, 64]
+    with pytest.raises(NotImplementedError, match="up to 512; got 520"):
+        route(torch.float16, 520, 8)
+
+
+@pytest.mark.parametrize(
+    "old,new,case",
+    [
+        ("d_v += dot(p.to(g.dtype), g)", "d_v -= dot(p.to(g.dtype), g)", "odd sizes"),
+        ("acc = acc * shrink[:, None] +", "acc = acc +", "causal, several tiles"),
+        ("d_s = p * (d_p - delta[:, None])", "d_s = p * d_p", "odd sizes"),
+        ("for g in range(H // K):", "for g in range(1):", "odd sizes"),
+        ("hi = k1 - (q1 - 1 - i) if CAUSAL else k1", "hi = k0 + i + 1 if CAUSAL else k1", "causal, more keys"),
+        ("tl.where(apart, 0, tl.maximum(shared, 0) // BLOCK * BLOCK)", "tl.maximum(shared, 0)", "packed, more keys"),
+        (
+            "lo = tl.maximum(q0, q1 - (k1 - j)) if CAUSAL else q0",
+            "lo = tl.maximum(q0, q1 - (k1 - j) + 1) if CAUSAL else q0",
+            "causal, more keys",
+        ),
+    ],
+)
+def test_planted_bugs(old, new, case):
+    support.assert_caught(cases, CUDA, old, new, case)
+
+
+def test_planted_float16_range_bugs():
+    """Without the power of two, or with one head's power used for another, a tiny dO is lost."""
+    for old, new in [
+        ('scale = tl.where((largest > 0.0) & (largest < float("inf")), scale, 1.0)', "scale = scale * 0 + 1.0"),
+        ("d_k *= (next_unit / unit)[:, None]", "d_k *= 1.0"),
+    ]:
+        device = next(d for d in support.DEVICES if d.name == ("cuda" if torch.cuda.is_available() else "cpu-triton"))
+        with support.mutant(CUDA, old, new), pytest.raises(AssertionError):
+            test_float16_gradients_of_a_tiny_upstream(device, None)
