@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import pathlib
 import tempfile
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -170,8 +171,12 @@ def poisoned() -> Iterator[None]:
 
 @contextlib.contextmanager
 def mutant(module: str, old: str, new: str) -> Iterator[None]:
-    """Run every launcher of `module` from a copy of its source in which `old`, found exactly once, became `new`."""
-    source = pathlib.Path(importlib.import_module(module).__file__).read_text()
+    """Run every function of `module` from a copy of its source in which `old`, found exactly once, became `new`.
+
+    Launchers are replaced where they are looked up; other modules hold the real functions, which get the changed code.
+    """
+    original = importlib.import_module(module)
+    source = pathlib.Path(original.__file__).read_text()
     assert source.count(old) == 1, f"{module}: {old!r} occurs {source.count(old)} times"
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / f"mutant_{abs(hash((module, old, new)))}.py"
@@ -186,10 +191,20 @@ def mutant(module: str, old: str, new: str) -> Iterator[None]:
             return getattr(changed, attr) if where == module else real(path)
 
         _contract.load = load
+        before, codes = dict(vars(original)), {}
+        for name, value in vars(changed).items():
+            if isinstance(value, types.FunctionType) and value.__module__ == changed.__name__:
+                codes[before[name]] = before[name].__code__
+                before[name].__code__ = value.__code__
+            elif not name.startswith("__"):
+                setattr(original, name, value)
         try:
             yield
         finally:
             _contract.load = real
+            vars(original).update(before)
+            for function, code in codes.items():
+                function.__code__ = code
 
 
 def assert_caught(cases, module: str, old: str, new: str, case: str, device: str = "cpu-triton") -> None:

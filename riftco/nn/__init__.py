@@ -2,6 +2,7 @@
 
 from ..kernels.attention.module import Attention
 from ..kernels.cross_entropy.module import CrossEntropyLoss
+from ..kernels.linear_cross_entropy.module import LinearCrossEntropyLoss
 from ..kernels.rms_norm.module import RMSNorm
 
-__all__ = ["Attention", "CrossEntropyLoss", "RMSNorm"]
+__all__ = ["Attention", "CrossEntropyLoss", "LinearCrossEntropyLoss", "RMSNorm"]

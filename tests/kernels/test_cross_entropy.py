@@ -189,10 +189,10 @@ def test_errors(monkeypatch):
 @pytest.mark.parametrize(
     "old,new,case",
     [
-        ("- tl.where(v == y, 1.0, 0.0)) * scale", "+ tl.where(v == y, 1.0, 0.0)) * scale", "odd sizes"),
+        ("lse) - tl.where(v == y, 1.0, 0.0)) * scale", "lse) + tl.where(v == y, 1.0, 0.0)) * scale", "odd sizes"),
         ("total * tl.exp(m - shift)", "total", "several blocks of V"),
         ("loss = (lse - picked) * w", "loss = lse - picked", "row weights, none"),
-        ("scale = tl.load(d_loss_ptr + n * stride_d)", "scale = tl.load(d_loss_ptr)", "odd sizes"),
+        ("        scale = tl.load(d_loss_ptr + n * stride_d)", "        scale = tl.load(d_loss_ptr)", "odd sizes"),
     ],
 )
 def test_planted_bugs(old, new, case):

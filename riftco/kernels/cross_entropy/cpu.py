@@ -41,5 +41,45 @@ def backward(
     return d_x.view(logits.shape)
 
 
+def forward_(logits: Tensor, target: Tensor, row_weight: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """`forward` of contiguous logits [n, V] that may be overwritten: no temporary but a float32 copy of 16-bit ones."""
+    return _log_softmax_(_wide(logits), target, row_weight, ignore_index)[:2]
+
+
+def forward_backward_(
+    logits: Tensor, target: Tensor, row_weight: Tensor | None, d_loss: Tensor | None, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """`forward`, and contiguous logits [n, V] become d_logits of sum(d_loss * loss); d_loss None means ones."""
+    x = _wide(logits)
+    loss, lse, picked, live, index, valid = _log_softmax_(x, target, row_weight, ignore_index)
+    x.exp_().scatter_(-1, index.unsqueeze(-1), picked.expm1().unsqueeze(-1))  # p - 1 without cancellation
+    scale = loss.new_ones(()) if d_loss is None else d_loss.to(x.dtype)
+    if row_weight is not None:
+        scale = scale * row_weight.to(x.dtype)
+    if scale.dim() or not bool(valid.all()):
+        x.mul_(torch.where(valid, scale, torch.nan).unsqueeze(-1))
+    if not bool(live.all()):
+        x.masked_fill_(~live.unsqueeze(-1), 0.0)
+    if x is not logits:
+        logits.copy_(x)
+    return loss, lse
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _log_softmax_(x: Tensor, target: Tensor, row_weight: Tensor | None, ignore_index: int):
+    """x [n, V] becomes log softmax(x) -> loss, lse, log-probability of the target, and the rows' labels."""
+    live, index, valid = spec.labels(target, row_weight, ignore_index, x.shape[-1])
+    picked = x.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    torch.log_softmax(x, -1, out=x)
+    log_p = x.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    loss = torch.where(valid, -log_p, torch.nan)
+    if row_weight is not None:
+        loss = loss * row_weight.to(loss.dtype)
+    return torch.where(live, loss, 0.0), torch.where(live, picked - log_p, 0.0), log_p, live, index, valid
+
+
 def _flat(logits: Tensor, V: int) -> Tensor:
     return logits.reshape(-1, V) if V else logits.new_empty((logits.shape[:-1].numel(), 0))

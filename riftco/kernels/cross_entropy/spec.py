@@ -11,7 +11,7 @@ def forward(logits: Tensor, target: Tensor, row_weight: Tensor | None, ignore_in
     A target >= V gives NaN.
     """
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    live, index, valid = _labels(target, row_weight, ignore_index, logits.shape[-1])
+    live, index, valid = labels(target, row_weight, ignore_index, logits.shape[-1])
     lse = torch.where(live, x.logsumexp(-1), 0.0)
     picked = x.gather(-1, index.unsqueeze(-1)).squeeze(-1)
     loss = torch.where(valid, lse - picked, torch.nan)
@@ -24,7 +24,7 @@ def backward(
     d_loss: Tensor, logits: Tensor, target: Tensor, row_weight: Tensor | None, lse: Tensor, ignore_index: int
 ) -> Tensor:
     """d_logits[n, v] = d_loss[n] * row_weight[n] * (softmax(logits[n])[v] - [v == target[n]]); 0 on skipped rows."""
-    live, index, valid = _labels(target, row_weight, ignore_index, logits.shape[-1])
+    live, index, valid = labels(target, row_weight, ignore_index, logits.shape[-1])
     scale = d_loss.to(lse.dtype) if row_weight is None else d_loss.to(lse.dtype) * row_weight.to(lse.dtype)
     p = (logits.to(lse.dtype) - lse.unsqueeze(-1)).exp()
     hot = torch.arange(logits.shape[-1], device=logits.device) == index.unsqueeze(-1)
@@ -32,7 +32,7 @@ def backward(
     return torch.where(live.unsqueeze(-1), d, 0.0).to(logits.dtype)
 
 
-def _labels(target: Tensor, row_weight: Tensor | None, ignore_index: int, V: int) -> tuple[Tensor, Tensor, Tensor]:
+def labels(target: Tensor, row_weight: Tensor | None, ignore_index: int, V: int) -> tuple[Tensor, Tensor, Tensor]:
     """(rows that carry loss, a target that is safe to index with, rows whose target is inside the vocabulary)."""
     live = (target != ignore_index) & (target >= 0)
     if row_weight is not None:

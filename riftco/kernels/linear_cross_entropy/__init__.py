@@ -1,0 +1,3 @@
+from .op import linear_cross_entropy
+
+__all__ = ["linear_cross_entropy"]
