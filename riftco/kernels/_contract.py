@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .. import tpu
+
 KEYS = {"cpu": "CPU", "cuda": "CUDA", "mps": "MPS", "xla": "XLA"}
 IMPLS = {"spec": None, "triton": "cuda", "metal": "mps"}  # RIFTCO_IMPL value -> the device whose launchers it names
 
@@ -92,7 +94,10 @@ def load(path: str) -> Callable:
 
 
 def _call(name: str, device: str, *args, **kwargs):
-    return load(choose(name, device, _dtype_of(args)).path)(*args, **kwargs)
+    launcher = load(choose(name, device, _dtype_of(args)).path)
+    if device == "xla":
+        launcher = tpu.functionalized(launcher)
+    return launcher(*args, **kwargs)
 
 
 def _dtype_of(args: tuple) -> torch.dtype:

@@ -6,10 +6,14 @@ op's launcher table); TorchTPU, its successor, says "tpu".
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 DEVICE_TYPE = "xla"
 
@@ -33,3 +37,25 @@ def device() -> torch.device:
     if reason := why_not():
         raise RuntimeError(f"no TPU: {reason}")
     return importlib.import_module("torch_xla").device()
+
+
+def functionalized(launcher: Callable) -> Callable:
+    """`launcher` with its writes in place, through views too, turned into values: XLA tensors have no storage.
+
+    PyTorch does this for XLA tensors above its dispatcher and switches it off inside an operator, where a write
+    through a view would be lost without an error. torch.func.functionalize cannot stand in: views of columns fail.
+    """
+
+    @functools.wraps(launcher)
+    def wrapper(*args, **kwargs):
+        args, kwargs = tree_map_only(Tensor, torch._to_functional_tensor, (args, kwargs))
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.Functionalize, False):
+            outputs = launcher(*args, **kwargs)
+        return tree_map_only(Tensor, _value, outputs)
+
+    return wrapper
+
+
+def _value(t: Tensor) -> Tensor:
+    torch._sync(t)
+    return torch._from_functional_tensor(t)

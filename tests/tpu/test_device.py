@@ -10,6 +10,8 @@ import support
 import torch
 
 from riftco import explain, tpu
+from riftco.functional import cross_entropy
+from riftco.kernels import _contract
 
 
 def test_without_torch_xla_the_error_says_what_to_do(monkeypatch):
@@ -25,6 +27,23 @@ def test_without_torch_xla_the_error_says_what_to_do(monkeypatch):
 def test_with_torch_xla(device):
     assert tpu.why_not() == ""
     assert tpu.device().type == tpu.DEVICE_TYPE == torch.ones(2).to(tpu.device()).device.type
+
+
+@pytest.mark.xla
+@pytest.mark.parametrize("device", support.device_params(("xla",)))
+def test_writes_through_views_inside_a_launcher_are_kept(device, monkeypatch):
+    """Without help torch_xla drops them in silence inside an operator."""
+
+    def launcher(logits, target, row_weight, ignore_index):
+        loss = logits.new_zeros(target.shape, dtype=torch.float32)
+        loss[:2] = 5.0
+        loss.view(2, 2)[1].add_(logits.view(2, 2, 3)[1, :, 0])
+        return loss, loss + 1
+
+    monkeypatch.setattr(_contract, "load", lambda path: launcher)
+    x = torch.arange(12.0).view(4, 3).to(tpu.device())
+    loss, lse = cross_entropy(x, torch.zeros(4, dtype=torch.long, device=x.device), reduction="none", return_lse=True)
+    assert loss.tolist() == [5, 5, 6, 9] and lse.tolist() == [6, 6, 7, 10]
 
 
 def test_launchers_need_no_torch_xla_to_be_named():
