@@ -1,0 +1,20 @@
+"""The training loop, its metrics, failures, evaluation and checkpoints."""
+
+from .evaluate import evaluate
+from .failures import StepAbandoned, TrainerPoisoned
+from .loop import Trainer, current_progress
+from .metrics import Evaluation, Progress, RunReport, TrainingMetric
+from .schedule import Schedule
+
+__all__ = [
+    "Evaluation",
+    "Progress",
+    "RunReport",
+    "Schedule",
+    "StepAbandoned",
+    "Trainer",
+    "TrainerPoisoned",
+    "TrainingMetric",
+    "current_progress",
+    "evaluate",
+]

@@ -1,0 +1,37 @@
+"""The two classes of failure in a step, and which error belongs to which."""
+
+from __future__ import annotations
+
+import torch
+
+
+class StepAbandoned(RuntimeError):
+    """The step was dropped before the optimizer wrote anything; earlier steps stand and the trainer goes on."""
+
+
+class TrainerPoisoned(RuntimeError):
+    """The device failed, or the optimizer failed while writing: parameters may be partly written.
+
+    Every later call is refused. Build the trainer again and restore a checkpoint.
+    """
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that an allocation failed, on any device."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(
+        text in str(error) for text in ("can't allocate memory", "MPS backend out of memory")
+    )
+
+
+def device_failed(error: BaseException) -> bool:
+    """Whether `error` is an accelerator's own error, after which none of its memory can be trusted."""
+    if out_of_memory(error):
+        return False
+    return isinstance(error, torch.AcceleratorError) or (isinstance(error, RuntimeError) and "CUDA error" in str(error))
+
+
+def diagnostic(error: BaseException) -> str:
+    """The error's own words, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}" if str(error) else type(error).__name__
