@@ -68,8 +68,10 @@ def test_no_access_out_of_bounds(jobs):
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_address_spaces(room):
+def test_language(room):
+    """Address spaces agree, the text is C++14, and ASCII, as PyTorch hands it to Metal."""
     assert metal_emulator.lint(riftco.metal.source(room)) == ""
+    assert riftco.metal.source(room).isascii()
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -40,41 +40,42 @@ class CompileError(Exception):
     """The compiler's own words."""
 
 
+# what clang++ gained by version 16, and the flag for it
+PROBE = "template <auto F> struct A {}; float f(__bf16 b) { return b; } __bf16 g(float f) { return f * (_Float16)2; }"
+
+
 @functools.cache
 def clang() -> str | None:
-    """The newest clang++ from 20 down to 14, or one without a number."""
-    for name in (*(f"clang++-{v}" for v in range(20, 13, -1)), "clang++"):
+    """The newest clang++ that knows half and bfloat: 20 down to 16, or one without a number."""
+    for name in (*(f"clang++-{v}" for v in range(20, 15, -1)), "clang++"):
         if path := shutil.which(name):
-            return path
+            command = [path, "-x", "c++", *KERNEL_FLAGS, *machine_flags(), "-fsyntax-only", "-"]
+            if subprocess.run(command, input=PROBE, capture_output=True, text=True).returncode == 0:
+                return path
     return None
 
 
 @functools.cache
 def why_not() -> str:
-    """ "" when the emulator can run here, else what is missing."""
+    """What is missing for the emulator to run here; "" for nothing."""
     if platform.system() != "Linux":
         return "the Metal emulator runs on Linux"
     if platform.machine() not in MACHINES:
         return f"the Metal emulator runs on {' and '.join(MACHINES)}, not on {platform.machine()}"
     if clang() is None:
-        return "clang is not installed: apt-get install clang"
-    probe = "template <auto F> struct A {}; typedef _Float16 h __attribute__((ext_vector_type(4))); __bf16 b;"
-    command = [clang(), "-x", "c++", "-std=c++17", *MACHINES[platform.machine()], "-fsyntax-only", "-"]
-    done = subprocess.run(command, input=probe, capture_output=True, text=True)
-    return (
-        "" if done.returncode == 0 else f"{clang()} cannot compile _Float16 and __bf16: {done.stderr.splitlines()[0]}"
-    )
+        return "clang 16 or newer is not installed: apt-get install clang-19 libclang-rt-19-dev"
+    return ""
 
 
 @functools.cache
 def why_not_sanitizer(name: str) -> str:
-    """ "" when a program built with -fsanitize=<name> runs here, else why not."""
+    """Why no program built with -fsanitize=<name> runs here; "" when one does."""
     if reason := why_not():
         return reason
     try:
         program = compiled(f"probe-{name}", [], [f"-fsanitize={name}", "-x", "c++", "-"], text="int main() {}")
     except CompileError as e:
-        return f"no {name} sanitizer (apt-get install libclang-rt-dev): {str(e).splitlines()[-1]}"
+        return f"no {name} sanitizer (apt-get install libclang-rt-19-dev): {str(e).splitlines()[-1]}"
     done = subprocess.run([program], capture_output=True, text=True)
     return "" if done.returncode == 0 else f"the {name} sanitizer does not run here: {done.stderr.strip()[-200:]}"
 

@@ -4,6 +4,7 @@
 #include <ATen/native/mps/MetalShaderLibrary.h>
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 
@@ -86,6 +87,8 @@ DynamicMetalShaderLibrary::~DynamicMetalShaderLibrary() = default;
 MTLLibrary_t MetalShaderLibrary::getLibrary() {
   if (library) return library;
   TORCH_CHECK(compile, "the emulator's compiler is not set");
+  TORCH_CHECK(std::all_of(shaderSource.begin(), shaderSource.end(), [](char c) { return c >= 0; }),
+              "PyTorch hands shaders to Metal as ASCII; this text is not");
   const std::string path = compile(shaderSource.c_str());
   TORCH_CHECK(path.empty() || path[0] != '!', "Failed to create metal library, error: ", path.substr(1));
   void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
@@ -136,7 +139,8 @@ void MetalKernelFunction::dispatch(uint64_t length, std::optional<uint64_t> grou
 }
 void MetalKernelFunction::dispatch(c10::ArrayRef<uint64_t> length, c10::OptionalArrayRef<uint64_t> group) {
   TORCH_CHECK(encoder, "dispatch before startEncoding");
-  TORCH_CHECK(group.has_value(), "the emulator wants the threadgroup's size");
+  TORCH_CHECK(group.has_value() && group->size() == length.size() && length.size() <= 3,
+              "grid and threadgroup must have the same number of dimensions, at most 3");
   unsigned grid[3] = {1, 1, 1}, size[3] = {1, 1, 1};
   for (size_t d = 0; d < length.size(); d++) {
     TORCH_CHECK(length[d] <= UINT32_MAX, "a grid of ", length[d], " threads: thread positions are 32-bit");
