@@ -4,5 +4,14 @@ from .kernels.attention.op import attention, scaled_dot_product_attention
 from .kernels.cross_entropy.op import cross_entropy
 from .kernels.linear_cross_entropy.op import linear_cross_entropy
 from .kernels.rms_norm.op import rms_norm
+from .kernels.swiglu.op import geglu, swiglu
 
-__all__ = ["attention", "cross_entropy", "linear_cross_entropy", "rms_norm", "scaled_dot_product_attention"]
+__all__ = [
+    "attention",
+    "cross_entropy",
+    "geglu",
+    "linear_cross_entropy",
+    "rms_norm",
+    "scaled_dot_product_attention",
+    "swiglu",
+]

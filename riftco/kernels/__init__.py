@@ -1,3 +1,9 @@
 """One room per op; see DESIGN.md."""
 
-ROOMS = ("attention", "cross_entropy", "linear_cross_entropy", "rms_norm")
+ROOMS = (
+    "attention",
+    "cross_entropy",
+    "linear_cross_entropy",
+    "rms_norm",
+    "swiglu",
+)

@@ -102,7 +102,8 @@ def test_strides(device):
                 y = rms_norm(a, b)
                 assert y.is_contiguous()
                 results.append((y, *torch.autograd.grad(y, (a, b), d)))
-            assert all(torch.equal(p, q) for p, q in zip(*results)), name
+            for p, q in zip(*results):  # the order of torch's own sums on a CPU depends on the strides
+                torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("device", DEVICES)

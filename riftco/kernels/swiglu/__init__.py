@@ -1,0 +1,3 @@
+from .op import geglu, swiglu
+
+__all__ = ["geglu", "swiglu"]
