@@ -5,5 +5,6 @@ ROOMS = (
     "cross_entropy",
     "linear_cross_entropy",
     "rms_norm",
+    "rope",
     "swiglu",
 )

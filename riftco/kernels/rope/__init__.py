@@ -1,0 +1,4 @@
+from .op import rope
+from .tables import rope_tables
+
+__all__ = ["rope", "rope_tables"]
