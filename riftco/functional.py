@@ -3,16 +3,23 @@
 from .kernels.attention.op import attention, scaled_dot_product_attention
 from .kernels.cross_entropy.op import cross_entropy
 from .kernels.linear_cross_entropy.op import linear_cross_entropy
+from .kernels.nf4.op import dequantize_nf4, nf4_linear
+from .kernels.nf4.quantize import quantize_nf4
+from .kernels.nf4.weight import NF4Weight
 from .kernels.rms_norm.op import rms_norm
 from .kernels.rope.op import rope
 from .kernels.rope.tables import rope_tables
 from .kernels.swiglu.op import geglu, swiglu
 
 __all__ = [
+    "NF4Weight",
     "attention",
     "cross_entropy",
+    "dequantize_nf4",
     "geglu",
     "linear_cross_entropy",
+    "nf4_linear",
+    "quantize_nf4",
     "rms_norm",
     "rope",
     "rope_tables",

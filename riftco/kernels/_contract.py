@@ -182,6 +182,17 @@ def once_differentiable(backward: Callable) -> Callable:
     return wrapper
 
 
+def autocast(*tensors):
+    """Cast as torch.autocast casts the arguments of a linear layer: floating ones, but for float64; None stays."""
+    device = next(t.device.type for t in tensors if t is not None)
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        t if t is None or not t.is_floating_point() or t.dtype == torch.float64 else t.to(dtype) for t in tensors
+    )
+
+
 def checks_enabled() -> bool:
     """RIFTCO_CHECK=1 asks for checks of values, which cost a device synchronisation."""
     return os.environ.get("RIFTCO_CHECK") == "1"

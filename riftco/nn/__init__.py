@@ -3,6 +3,7 @@
 from ..kernels.attention.module import Attention
 from ..kernels.cross_entropy.module import CrossEntropyLoss
 from ..kernels.linear_cross_entropy.module import LinearCrossEntropyLoss
+from ..kernels.nf4.module import NF4Linear
 from ..kernels.rms_norm.module import RMSNorm
 from ..kernels.rope.module import RotaryEmbedding
 from ..kernels.swiglu.module import SwiGLU
@@ -11,6 +12,7 @@ __all__ = [
     "Attention",
     "CrossEntropyLoss",
     "LinearCrossEntropyLoss",
+    "NF4Linear",
     "RMSNorm",
     "RotaryEmbedding",
     "SwiGLU",

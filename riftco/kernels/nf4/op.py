@@ -1,0 +1,140 @@
+"""The contract of NF4 products: schemas, shapes, devices, gradient. Torch-only; imports no kernel."""
+
+import torch
+from torch import Tensor
+
+from .._contract import autocast, define, needs_grad, once_differentiable, same_device
+from . import spec
+from .weight import NF4Weight
+
+HERE = "riftco.kernels.nf4"
+LAUNCHERS = {"cpu": "cpu", "cuda": "cuda", "mps": "spec", "xla": "spec"}
+
+
+def _fake_fwd(x, codes, absmax, bias, N, K, block_size):
+    return x.new_empty((*x.shape[:-1], N))
+
+
+def _fake_bwd(d_y, codes, absmax, N, K, block_size):
+    return d_y.new_empty((*d_y.shape[:-1], K))
+
+
+def _fake_dequantize(codes, absmax, numel, block_size, dtype):
+    return codes.new_empty(numel, dtype=dtype)
+
+
+fwd = define(
+    "nf4_linear_fwd",
+    "(Tensor x, Tensor codes, Tensor absmax, Tensor? bias, SymInt N, SymInt K, int block_size) -> Tensor",
+    fake=_fake_fwd,
+    spec=f"{HERE}.spec:forward",
+    launchers={device: f"{HERE}.{file}:forward" for device, file in LAUNCHERS.items()},
+)
+bwd = define(
+    "nf4_linear_bwd",
+    "(Tensor d_y, Tensor codes, Tensor absmax, SymInt N, SymInt K, int block_size) -> Tensor",
+    fake=_fake_bwd,
+    spec=f"{HERE}.spec:backward",
+    launchers={device: f"{HERE}.{file}:backward" for device, file in LAUNCHERS.items()},
+)
+dequantize = define(
+    "nf4_dequantize",
+    "(Tensor codes, Tensor absmax, SymInt numel, int block_size, ScalarType dtype) -> Tensor",
+    fake=_fake_dequantize,
+    spec=f"{HERE}.spec:dequantize",
+    launchers={device: f"{HERE}.{file}:dequantize" for device, file in LAUNCHERS.items()},
+)
+
+
+class NF4Product(torch.autograd.Function):
+    """The weight is frozen, so nothing but its codes is needed again: x is never saved."""
+
+    @staticmethod
+    def forward(x, codes, absmax, bias, N, K, block_size):
+        return fwd(x, codes, absmax, bias, N, K, block_size)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, codes, absmax, bias, *ctx.sizes = inputs
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(codes, absmax)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_y):
+        d_x = d_bias = None
+        if ctx.needs_input_grad[0]:
+            codes, absmax = ctx.saved_tensors
+            d_x = bwd(d_y, codes, absmax, *ctx.sizes)
+        if ctx.needs_input_grad[3]:
+            acc = torch.promote_types(d_y.dtype, torch.float32)
+            d_bias = d_y.sum(tuple(range(d_y.dim() - 1)), dtype=acc).to(ctx.bias_dtype)
+        return d_x, None, None, d_bias, None, None, None
+
+
+def nf4_linear(x: Tensor, q: NF4Weight, bias: Tensor | None = None, *, impl: str | None = None) -> Tensor:
+    """A linear layer whose frozen weight is held in 4-bit NormalFloat.
+
+    y = x W^T + bias with W = dequantize_nf4(q, x.dtype); d_x = d_y W, d_bias = sum of d_y.
+
+    Args:
+        x: [..., K], float16/bfloat16/float32/float64, any strides. Differentiable; never saved for the backward.
+        q: NF4Weight of shape (N, K), as made by `quantize_nf4` or loaded from a bitsandbytes state_dict. Frozen.
+        bias: [N], floating; cast to x's dtype. Differentiable.
+        impl: "spec" runs the plain-torch meaning under autograd (double backward works).
+
+    Returns:
+        [..., N] in x's dtype. Under autocast x and bias are cast first, as in torch.nn.functional.linear.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, each named.
+
+    Devices: cpu (blocks of at most 16 MiB of decoded weight), cuda (Triton, decodes inside the product), mps and xla
+        (plain torch, dequantises the weight whole for the call).
+    Numerics: W is rounded once to x's dtype, as in bitsandbytes; float32 accumulation; deterministic.
+    Source: Dettmers et al. 2023, "QLoRA", equations 5 and 6.
+    """
+    x, bias = autocast(x, bias)
+    _check(x, q, bias, impl)
+    N, K = q.shape
+    args = (x, q.codes, q.scale, bias, N, K, q.block_size)
+    if impl == "spec":
+        return spec.forward(*args)
+    return NF4Product.apply(*args) if needs_grad(x, bias) else fwd(*args)
+
+
+def dequantize_nf4(q: NF4Weight, dtype: torch.dtype) -> Tensor:
+    """The weight that the 4-bit codes stand for: code table value * absmax in float32, rounded once to `dtype`.
+
+    Args:
+        q: an NF4Weight of any shape.
+        dtype: float16, bfloat16, float32 or float64.
+
+    Returns:
+        A tensor of q's shape on q's device. Not differentiable.
+
+    Raises:
+        ValueError: a dtype that is not floating.
+
+    Devices: cpu, cuda (Triton), mps, xla.
+    Numerics: equal to bitsandbytes.functional.dequantize_4bit.
+    """
+    if not dtype.is_floating_point:
+        raise ValueError(f"dequantize_nf4: dtype must be floating; got {dtype}")
+    return dequantize(q.codes, q.scale, q.numel(), q.block_size, dtype).view(q.shape)
+
+
+def _check(x, q, bias, impl) -> None:
+    if not isinstance(q, NF4Weight):
+        raise ValueError(f"nf4_linear: q must be an NF4Weight (see quantize_nf4); got {type(q).__name__}")
+    if len(q.shape) != 2:
+        raise ValueError(f"nf4_linear: q must have shape (N, K); got {tuple(q.shape)}")
+    N, K = q.shape
+    if x.dim() < 1 or not x.is_floating_point() or x.shape[-1] != K:
+        raise ValueError(f"nf4_linear: x must be floating [..., {K}]; got {x.dtype} {tuple(x.shape)}")
+    if bias is not None and (tuple(bias.shape) != (N,) or not bias.is_floating_point()):
+        raise ValueError(f"nf4_linear: bias must be floating ({N},); got {bias.dtype} {tuple(bias.shape)}")
+    if impl not in (None, "spec"):
+        raise ValueError(f"nf4_linear: impl must be None or 'spec'; got {impl!r}")
+    same_device("nf4_linear", x=x, q=q.codes, bias=bias)

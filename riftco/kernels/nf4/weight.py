@@ -1,0 +1,134 @@
+"""NF4Weight: a frozen 4-bit weight, and bitsandbytes' names for its parts in a state_dict."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .spec import TABLE
+
+BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+PACKED_KEY = "quant_state.bitsandbytes__nf4"
+STATE_KEYS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", PACKED_KEY)
+
+
+@dataclass(frozen=True, eq=False)
+class NestedAbsmax:
+    """The second level of double quantisation: absmax = quant_map[code] * absmax_of_its_block + offset."""
+
+    absmax: Tensor  # float32 [ceil(blocks / block_size)]
+    quant_map: Tensor  # float32 [256]
+    offset: float  # the mean of all absmax, a float32 value
+    block_size: int = 256
+
+
+@dataclass(frozen=True, eq=False)
+class NF4Weight:
+    """A weight in bitsandbytes' NF4 format. Never cast: `.to(dtype)` of a module leaves every part as it is.
+
+    `scale` is the float32 absmax that kernels read: `absmax` itself, or, for double quantisation, its expansion, made
+    once when the object is built (half a bit a weight). It is derived, so no state_dict carries it.
+    """
+
+    codes: Tensor  # uint8 [ceil(numel / 2), 1]; the even element in the high nibble
+    absmax: Tensor  # float32, or uint8 codes of the second level, [ceil(numel / block_size)]
+    shape: tuple[int, ...]
+    block_size: int = 64
+    dtype: torch.dtype = torch.float32  # of the weight before it was quantised; kept for the file
+    nested: NestedAbsmax | None = None
+    scale: Tensor = field(init=False, repr=False)
+
+    def __post_init__(self):
+        numel = self.numel()
+        blocks = -(-numel // self.block_size)
+        if self.block_size not in BLOCK_SIZES:
+            raise ValueError(f"NF4Weight: block_size must be one of {BLOCK_SIZES}; got {self.block_size}")
+        if self.codes.dtype != torch.uint8 or self.codes.numel() != -(-numel // 2):
+            raise ValueError(
+                f"NF4Weight: codes of a weight {tuple(self.shape)} must be uint8 with {-(-numel // 2)} values; "
+                f"got {self.codes.dtype} {tuple(self.codes.shape)}"
+            )
+        wanted = torch.float32 if self.nested is None else torch.uint8
+        if self.absmax.dtype != wanted or self.absmax.numel() != blocks:
+            raise ValueError(
+                f"NF4Weight: absmax of a weight {tuple(self.shape)} must be {wanted} with {blocks} values; "
+                f"got {self.absmax.dtype} {tuple(self.absmax.shape)}"
+            )
+        object.__setattr__(self, "scale", self.absmax if self.nested is None else _expand(self.absmax, self.nested))
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    def nbytes(self) -> int:
+        """Bytes of the format itself, without the derived `scale`."""
+        nested = (self.nested.absmax.nbytes + self.nested.quant_map.nbytes) if self.nested else 0
+        return self.codes.nbytes + self.absmax.nbytes + nested
+
+    def to(self, device: torch.device | str) -> NF4Weight:
+        return self.map(lambda t: t.to(device))
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> NF4Weight:
+        """The same weight with `fn` applied to each part, shown to it as bytes: a move moves, a cast has no hold."""
+
+        def part(t: Tensor) -> Tensor:
+            return fn(t.reshape(-1).view(torch.uint8)).view(t.dtype).view(t.shape)
+
+        n = self.nested
+        nested = None if n is None else NestedAbsmax(part(n.absmax), part(n.quant_map), n.offset, n.block_size)
+        return NF4Weight(part(self.codes), part(self.absmax), self.shape, self.block_size, self.dtype, nested)
+
+    def state(self) -> dict[str, Tensor]:
+        """The parts beside the codes, by bitsandbytes' names (below ``weight.``)."""
+        info: dict = {
+            "quant_type": "nf4",
+            "blocksize": self.block_size,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "shape": list(self.shape),
+        }
+        state = {"absmax": self.absmax, "quant_map": TABLE.to(self.device, copy=True)}
+        if self.nested is not None:
+            info |= {
+                "nested_blocksize": self.nested.block_size,
+                "nested_dtype": "float32",
+                "nested_offset": self.nested.offset,
+            }
+            state |= {"nested_absmax": self.nested.absmax, "nested_quant_map": self.nested.quant_map}
+        state[PACKED_KEY] = torch.tensor(list(json.dumps(info).encode()), dtype=torch.uint8)
+        return state
+
+    @classmethod
+    def from_state(cls, codes: Tensor, state: Mapping[str, Tensor]) -> NF4Weight:
+        """bitsandbytes' codes (any storage dtype) and the parts by `state()`'s names -> the weight, not requantised."""
+        missing = [k for k in ("absmax", "quant_map", PACKED_KEY) if k not in state]
+        if missing:
+            raise ValueError(f"NF4Weight: the state lacks {', '.join(missing)}")
+        info = json.loads(bytes(state[PACKED_KEY].tolist()))
+        if info["quant_type"] != "nf4":
+            raise ValueError(f"NF4Weight: quant_type must be 'nf4'; got {info['quant_type']!r}")
+        if not torch.equal(state["quant_map"].cpu(), TABLE):
+            raise ValueError("NF4Weight: quant_map is not the NF4 table")
+        nested = None
+        if "nested_offset" in info:
+            lacking = [k for k in ("nested_absmax", "nested_quant_map") if k not in state]
+            if lacking:
+                raise ValueError(f"NF4Weight: the state lacks {', '.join(lacking)}")
+            nested = NestedAbsmax(
+                state["nested_absmax"], state["nested_quant_map"], info["nested_offset"], info["nested_blocksize"]
+            )
+        packed = codes.reshape(-1).view(torch.uint8).view(-1, 1)
+        dtype = getattr(torch, info["dtype"])
+        return cls(packed, state["absmax"], tuple(info["shape"]), info["blocksize"], dtype, nested)
+
+
+def _expand(codes: Tensor, nested: NestedAbsmax) -> Tensor:
+    """uint8 absmax codes -> float32 absmax: product and sum rounded one after the other, as bitsandbytes does."""
+    scale = nested.absmax.unsqueeze(-1).expand(-1, nested.block_size).reshape(-1)[: codes.numel()]
+    return nested.quant_map[codes.int()].mul_(scale).add_(nested.offset)
