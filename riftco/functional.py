@@ -8,7 +8,7 @@ from .kernels.nf4.quantize import quantize_nf4
 from .kernels.nf4.weight import NF4Weight
 from .kernels.rms_norm.op import rms_norm
 from .kernels.rope.op import rope
-from .kernels.rope.tables import rope_tables
+from .kernels.rope.tables import rope_frequencies, rope_tables
 from .kernels.swiglu.op import geglu, swiglu
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "quantize_nf4",
     "rms_norm",
     "rope",
+    "rope_frequencies",
     "rope_tables",
     "scaled_dot_product_attention",
     "swiglu",

@@ -1,1 +1,27 @@
 """Decoders of the Llama family: configs, files, tokenizers, generation."""
+
+from .config import DecoderConfig
+from .decoder import Decoder
+from .digest import base_digest
+from .errors import ModelError
+from .generation import generate, generate_tokens
+from .installed import smollm2_path
+from .kv_cache import KVCache
+from .load import load_model, load_tokenizer
+from .save import save_hf
+from .tokenizer import Tokenizer
+
+__all__ = [
+    "Decoder",
+    "DecoderConfig",
+    "KVCache",
+    "ModelError",
+    "Tokenizer",
+    "base_digest",
+    "generate",
+    "generate_tokens",
+    "load_model",
+    "load_tokenizer",
+    "save_hf",
+    "smollm2_path",
+]

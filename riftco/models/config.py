@@ -178,6 +178,7 @@ class DecoderConfig:
             "sliding_window": None,
             "use_sliding_window": False,
             "bos_token_id": self.bos_token_id,
+            "pad_token_id": None,
             "eos_token_id": self.eos_token_ids[0] if len(self.eos_token_ids) == 1 else list(self.eos_token_ids) or None,
             **self.rope.to_hf(),
         }

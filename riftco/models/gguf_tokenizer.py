@@ -73,8 +73,9 @@ def _byte_level(path: Path, metadata: Mapping[str, Any], tokens: list[str]) -> A
         raise ModelError(f"{path}: tokenizer.ggml.pre {name!r} is not supported; accepted: {', '.join(CUTS)}")
     cut = CUTS[name]
     ignore_merges = cut == _LLAMA3  # these vocabularies hold whole words that no sequence of merges reaches
+    merges = _merges(path, metadata)
     try:
-        model = models.BPE(_vocabulary(tokens), _merges(path, metadata), ignore_merges=ignore_merges)
+        model = models.BPE(_vocabulary(tokens), merges, ignore_merges=ignore_merges)
     except Exception as why:  # what tokenizers raises, bare, for a merge of tokens that do not exist
         raise ModelError(f"{path}: tokenizer.ggml.merges do not fit the tokens ({why})") from why
     out = Tokenizer(model)
@@ -128,7 +129,7 @@ def _vocabulary(tokens: list[str]) -> dict[str, int]:
 
 def _merges(path: Path, metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
     merges = [tuple(m.split(" ")) for m in metadata.get("tokenizer.ggml.merges", ())]
-    if not merges or any(len(m) != 2 for m in merges):
+    if any(len(m) != 2 for m in merges):
         raise ModelError(f"{path}: tokenizer.ggml.merges must list pairs of tokens")
     return merges
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..functional import rope_frequencies
 from .errors import ModelError
 
 KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
@@ -63,7 +64,10 @@ class Rope:
         theta = params.pop("rope_theta", None) or config.get("rope_theta") or default_theta
         part = params.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
         if kind in ("llama3", "yarn", "longrope"):
-            params.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+            longest = config.get("max_position_embeddings")
+            params.setdefault("original_max_position_embeddings", longest)
+            if kind == "yarn" and params.get("factor") is None and longest:
+                params["factor"] = longest / params["original_max_position_embeddings"]
         if part != 1:
             raise ModelError(f"config: partial_rotary_factor {part!r} is not supported; accepted: 1")
         return cls(head_dim, float(theta), kind, params)
@@ -107,19 +111,16 @@ class Rope:
 
     def frequencies(self) -> tuple[Tensor, float]:
         """(radians per position [dim / 2] in float32, the factor on cos and sin)."""
-        # float32 from the first step, as the models were trained: at position 8,000 the last bit of a frequency shows
-        base = 1.0 / (self.theta ** (torch.arange(0, self.dim, 2, dtype=torch.float32, device="cpu") / self.dim))
-        if self.kind == "linear":
-            return base / self.scaling["factor"], 1.0
-        if self.kind == "llama3":
-            return _llama3(base, self.scaling), 1.0
-        if self.kind == "yarn":
-            return _yarn(base, self.theta, self.dim, self.scaling)
         if self.kind == "longrope":
-            return base / torch.tensor(self.scaling["short_factor"], device="cpu"), self._longrope_attention_factor()
-        return base, 1.0
+            plain, _ = rope_frequencies(self.dim, 1, theta=self.theta, device="cpu")
+            return plain / torch.tensor(self.scaling["short_factor"], device="cpu"), self._longrope_factor()
+        if self.kind == "dynamic":
+            return rope_frequencies(self.dim, 1, theta=self.theta, device="cpu")
+        return rope_frequencies(
+            self.dim, 1, theta=self.theta, scaling={**self.scaling, "rope_type": self.kind}, device="cpu"
+        )
 
-    def _longrope_attention_factor(self) -> float:
+    def _longrope_factor(self) -> float:
         given, factor = self.scaling.get("attention_factor"), self.scaling.get("factor") or 1.0
         if given is not None:
             return float(given)
@@ -127,44 +128,33 @@ class Rope:
         return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
-def _llama3(base: Tensor, s: Mapping[str, Any]) -> Tensor:
-    """Long waves are slowed by `factor`, short ones kept, those between blended (Llama 3.1)."""
-    turns = s["original_max_position_embeddings"] * base / (2 * math.pi)  # over the original context
-    keep = ((turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])).clamp(0, 1)
-    return (1 - keep) * base / s["factor"] + keep * base
+class Rotation(NamedTuple):
+    """Arguments of functional.rope: cos and sin [rows, dim / 2] in float32, and each token's row (None: in order)."""
 
-
-def _yarn(base: Tensor, theta: float, dim: int, s: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Peng et al. 2023, "YaRN", equations 20 to 25 (NTK-by-parts) and the temperature of section 3.4."""
-    original, factor = s["original_max_position_embeddings"], s["factor"]
-
-    def dim_of(turns: float) -> float:  # the dimension that makes `turns` rotations over the original context
-        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
-    low, high = dim_of(s.get("beta_fast") or 32), dim_of(s.get("beta_slow") or 1)
-    if s.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / max(high - low, 0.001)).clamp(0, 1)
-    attention_factor = s.get("attention_factor")
-    if attention_factor is None:
-        mscale, every = s.get("mscale"), s.get("mscale_all_dim")
-        temperature = [0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0 for m in (mscale or 1, every or 1)]
-        attention_factor = temperature[0] / temperature[1] if mscale and every else 0.1 * math.log(max(factor, 1)) + 1
-    return base / factor * ramp + base * (1 - ramp), float(attention_factor)
+    cos: Tensor
+    sin: Tensor
+    rows: Tensor | None
 
 
 class Rotary:
-    """cos and sin [..., dim / 2] of integer positions, in float32. No module: casting a model must not round them."""
+    """The rotation of tokens at integer positions, [T] or [B, T]. No module: casting a model must not round it.
+
+    Made for the positions at hand, once a forward: tables of a long context would outweigh what they save.
+    """
 
     def __init__(self, rope: Rope):
         self.frequencies, self.factor = rope.frequencies()
         self._on: dict[torch.device, Tensor] = {}
 
-    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, positions: Tensor) -> Rotation:
         freqs = self._on.get(positions.device)
         if freqs is None:
             freqs = self._on[positions.device] = self.frequencies.to(positions.device)
-        angles = positions.unsqueeze(-1).float() * freqs
+        angles = positions.reshape(-1, 1).float() * freqs
         cos, sin = angles.cos(), angles.sin()
-        return (cos, sin) if self.factor == 1.0 else (cos * self.factor, sin * self.factor)
+        if self.factor != 1.0:
+            cos, sin = cos * self.factor, sin * self.factor
+        rows = None
+        if positions.dim() > 1:
+            rows = torch.arange(positions.numel(), device=positions.device).view(positions.shape)
+        return Rotation(cos, sin, rows)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from . import bnb
 from .config import DecoderConfig
 from .errors import ModelError
 
@@ -21,8 +22,9 @@ class SafetensorsFolder:
         from safetensors import SafetensorError, safe_open
 
         self.path = folder
-        self.hf_config = read_json(folder / "config.json")
-        self.config = DecoderConfig.from_hf(self.hf_config)
+        config = read_json(folder / "config.json")
+        bnb.check_config(config)
+        self.config = DecoderConfig.from_hf(config)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._file_of: dict[str, Any] = {}
         for file in _weight_files(folder):
@@ -75,12 +77,3 @@ def _weight_files(folder: Path) -> list[Path]:
     raise ModelError(
         f"{folder}: no weights; accepted: model.safetensors or model.safetensors.index.json with its shards"
     )
-
-
-def as_floating(name: str, t: Tensor) -> Tensor:
-    """Refuse, by name, weights that are stored in anything but a floating dtype of at least 16 bit."""
-    if not t.is_floating_point() or t.dtype.itemsize < 2:
-        raise ModelError(
-            f"tensor {name} has dtype {str(t.dtype).removeprefix('torch.')}; accepted: float32, bfloat16, float16"
-        )
-    return t

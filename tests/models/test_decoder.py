@@ -1,0 +1,200 @@
+"""The decoder against transformers: logits, losses and gradients of every family; packing, caching, checkpointing."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import FAMILIES, hf_model
+
+from riftco.models.config import DecoderConfig
+from riftco.models.decoder import Decoder
+from riftco.models.errors import ModelError
+from riftco.models.kv_cache import KVCache
+
+
+def from_transformers(model, **options) -> Decoder:
+    """A Decoder with the weights of a transformers model: names match, so a state dict is all it takes."""
+    decoder = Decoder(DecoderConfig.from_hf(model.config.to_dict()), **options)
+    decoder.load_state_dict(model.state_dict(), strict=True)
+    return decoder
+
+
+def close(got, want, tolerance=1e-4):
+    error = (got - want).abs().max() / want.abs().max()
+    assert error <= tolerance, f"{error:.2e}"  # NaN fails
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_loss_and_gradients_equal_transformers(family):
+    reference = hf_model(family)
+    decoder = from_transformers(reference)
+    ids = torch.randint(0, 160, (2, 40))
+    want = reference(ids).logits
+    got = decoder(ids)
+    assert got.std() > 0.1  # the weights are large enough for differences to show
+    close(got, want)
+
+    target = torch.randint(0, 160, (2, 40))
+    target[0, :15] = -100
+    want_loss = F.cross_entropy(want.flatten(0, 1), target.flatten())
+    loss = decoder.loss(ids, target)
+    close(loss, want_loss)
+    want_loss.backward()
+    loss.backward()
+    named = dict(decoder.named_parameters())
+    assert named.keys() == dict(reference.named_parameters()).keys()
+    for name, parameter in reference.named_parameters():
+        close(named[name].grad, parameter.grad)
+
+
+def test_loss_options():
+    decoder = from_transformers(hf_model("llama"))
+    ids, target = torch.randint(0, 160, (2, 12)), torch.randint(0, 160, (2, 12))
+    target[1, 5:] = -100
+    rows = decoder.loss(ids, target, reduction="none")
+    assert rows.shape == (2, 12) and (rows[1, 5:] == 0).all() and (rows[0] > 0).all()
+    weight = torch.rand(2, 12)
+    close(decoder.loss(ids, target, weight), (rows * weight).sum() / 17)
+    close(decoder.loss(ids, target, weight, 17, 34), (rows * weight).sum() / 34)
+    close(decoder.loss(ids, target, reduction="sum"), rows.sum())
+    decoder.lm_head = torch.nn.Sequential(decoder.lm_head)
+    with pytest.raises(ModelError, match=r"the head must be a torch\.nn\.Linear; got Sequential"):
+        decoder.loss(ids, target)
+
+
+@pytest.mark.parametrize("family", ["llama-3.1", "qwen3", "smollm3"])
+def test_packed_documents_equal_rows_of_their_own(family):
+    decoder = from_transformers(hf_model(family))
+    lengths = [7, 1, 20, 12]
+    documents = [torch.randint(0, 160, (n,)) for n in lengths]
+    cu = torch.tensor([0, 7, 8, 28, 40], dtype=torch.int32)
+    packed = decoder(torch.cat(documents), cu_seqlens=cu, max_seqlen=20)
+    for document, got in zip(documents, packed.split(lengths)):
+        close(got, decoder(document[None])[0], 1e-5)
+    shifted = decoder(torch.cat(documents), cu_seqlens=cu, positions=torch.cat([torch.arange(n) + 3 for n in lengths]))
+    if not decoder.config.no_rope_layers:
+        close(shifted, packed, 1e-4)  # rotations see differences of positions only
+    grads = torch.autograd.grad(packed.square().mean(), decoder.model.layers[0].mlp.up_proj.weight)[0]
+    total = sum((decoder(d[None]).square().sum() for d in documents), torch.zeros(())) / packed.numel()
+    close(grads, torch.autograd.grad(total, decoder.model.layers[0].mlp.up_proj.weight)[0], 1e-5)
+
+
+def test_rows_behind_the_last_document_do_not_matter():
+    decoder = from_transformers(hf_model("llama"))
+    ids = torch.randint(0, 160, (16,))
+    cu = torch.tensor([0, 5, 12], dtype=torch.int32)
+    got = decoder(ids, cu_seqlens=cu)
+    assert torch.isfinite(got).all()
+    close(got[:12], decoder(ids[:12], cu_seqlens=cu), 1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "smollm3"])
+def test_a_cache_gives_the_logits_of_the_whole(family):
+    decoder = from_transformers(hf_model(family)).eval()
+    ids = torch.randint(0, 160, (2, 30))
+    with torch.no_grad():
+        want = decoder(ids)
+        cache = KVCache(decoder.config, 30, batch=2)
+        got = [decoder(part, kv_cache=cache) for part in ids.split([11, 1, 1, 12, 5], 1)]
+    close(torch.cat(got, 1), want, 1e-5)
+    assert cache.length == 30
+    cache.truncate(17)
+    with torch.no_grad():
+        close(decoder(ids[:, 17:20], kv_cache=cache), want[:, 17:20], 1e-5)
+
+
+def test_a_cache_refuses_what_does_not_fit_before_it_changes():
+    decoder = from_transformers(hf_model("llama"))
+    cache = KVCache(decoder.config, 8)
+    ids = torch.randint(0, 160, (1, 9))
+    with torch.no_grad():
+        with pytest.raises(ModelError, match="9 more positions after 0 do not fit its capacity of 8"):
+            decoder(ids, kv_cache=cache)
+        with pytest.raises(ModelError, match="made for 1 sequences; got 2"):
+            decoder(ids[:, :3].expand(2, 3), kv_cache=cache)
+        with pytest.raises(ModelError, match="cu_seqlens"):
+            decoder(ids[0], cu_seqlens=torch.tensor([0, 9]), kv_cache=cache)
+    with pytest.raises(ModelError, match="no_grad"):
+        decoder(ids[:, :3], kv_cache=cache)
+    assert cache.length == 0
+    for capacity in (0, 129):
+        with pytest.raises(ModelError, match="capacity must be between 1 and the model's longest context, 128"):
+            KVCache(decoder.config, capacity)
+    with pytest.raises(ModelError, match="cannot cut 0 positions to 1"):
+        cache.truncate(1)
+
+
+def test_checkpointed_blocks_give_equal_losses_and_gradients():
+    decoder = from_transformers(hf_model("qwen3"))
+    ids, target = torch.randint(0, 160, (2, 24)), torch.randint(0, 160, (2, 24))
+    runs = []
+    calls = []
+    hook = decoder.model.layers[1].register_forward_pre_hook(lambda *a: calls.append(1))
+    for mode in ("disabled", "block"):
+        decoder.activation_checkpointing = mode
+        decoder.zero_grad()
+        calls.clear()
+        loss = decoder.loss(ids, target)
+        loss.backward()
+        runs.append((loss.detach(), [p.grad for p in decoder.parameters()], len(calls)))
+    hook.remove()
+    assert runs[0][2] == 1 and runs[1][2] == 2  # the block ran again
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1]))
+    with pytest.raises(ModelError, match="activation_checkpointing must be one of disabled, block; got 'selective'"):
+        decoder.activation_checkpointing = "selective"
+
+
+def test_a_tied_head_is_one_parameter_with_one_gradient():
+    decoder = from_transformers(hf_model("llama-tied"))
+    assert decoder.lm_head.weight is decoder.model.embed_tokens.weight
+    assert "lm_head.weight" not in dict(decoder.named_parameters())
+    new = Decoder(decoder.config)
+    assert new.lm_head.weight is new.model.embed_tokens.weight
+
+
+def test_new_weights():
+    decoder = Decoder(DecoderConfig.from_hf(hf_model("llama-biases").config.to_dict()))
+    layer = decoder.model.layers[0]
+    assert layer.self_attn.q_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert (layer.self_attn.q_proj.bias == 0).all() and (layer.input_layernorm.weight == 1).all()
+
+
+@pytest.mark.parametrize(
+    "ids, options, says",
+    [
+        (torch.zeros(2, 3), {}, "input_ids must be int32 or int64"),
+        (torch.zeros(3, dtype=torch.int64), {}, r"input_ids must be \[B, T\]"),
+        (torch.zeros(1, 3, dtype=torch.int64), {"cu_seqlens": torch.tensor([0, 3])}, r"input_ids must be \[B, T\]"),
+        (torch.zeros(1, 3, dtype=torch.int64), {"positions": torch.arange(4)}, "positions"),
+        (torch.zeros(1, 129, dtype=torch.int64), {}, "a context of 129 tokens is longer than this model's 128"),
+        (
+            torch.zeros(300, dtype=torch.int64),
+            {"cu_seqlens": torch.tensor([0, 300]), "max_seqlen": 300},
+            "a context of 300 tokens",
+        ),
+    ],
+)
+def test_what_is_refused(ids, options, says):
+    decoder = Decoder(DecoderConfig.from_hf(hf_model("llama").config.to_dict()))
+    with pytest.raises(ModelError, match=says):
+        decoder(ids, **options)
+
+
+def test_bfloat16_follows_float32():
+    decoder = from_transformers(hf_model("llama-3.1"))
+    ids = torch.randint(0, 160, (1, 60))
+    want = decoder(ids)
+    got = decoder.to(torch.bfloat16)(ids)
+    assert got.dtype == torch.bfloat16
+    close(got.float(), want, 0.06)
+
+
+def test_int32_ids_and_given_positions():
+    decoder = from_transformers(hf_model("llama"))
+    ids = torch.randint(0, 160, (2, 10))
+    want = decoder(ids)
+    assert torch.equal(decoder(ids.int()), want)
+    assert torch.equal(decoder(ids, positions=torch.arange(10)), want)
+    assert torch.equal(decoder(ids, positions=torch.arange(10).expand(2, 10)), want)
+    spread = decoder(ids, positions=torch.arange(10) * 3)
+    assert (spread - want).abs().max() > 0.05
