@@ -49,7 +49,7 @@ test-all: lint
 	$(BIN)/python -m pytest --timeout=900 -n $(WORKERS) -m "not gpu and not xla"
 
 test-gpu: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest -n 8 -m gpu
 
 -include tools/tpu.mk
 

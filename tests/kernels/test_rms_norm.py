@@ -192,6 +192,7 @@ def test_modes():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # PyTorch's own, of its own function
 def test_autocast_on_the_gpu():
     x, w = torch.randn(4, 20, device="cuda", dtype=torch.bfloat16), torch.randn(20, device="cuda")
     with torch.autocast("cuda", torch.bfloat16):
