@@ -3,6 +3,7 @@
 from .kernels.attention.op import attention, scaled_dot_product_attention
 from .kernels.cross_entropy.op import cross_entropy
 from .kernels.linear_cross_entropy.op import linear_cross_entropy
+from .kernels.lora_linear.op import lora_linear
 from .kernels.nf4.op import dequantize_nf4, nf4_linear
 from .kernels.nf4.quantize import quantize_nf4
 from .kernels.nf4.weight import NF4Weight
@@ -18,6 +19,7 @@ __all__ = [
     "dequantize_nf4",
     "geglu",
     "linear_cross_entropy",
+    "lora_linear",
     "nf4_linear",
     "quantize_nf4",
     "rms_norm",

@@ -1,3 +1,3 @@
 """One room per op; see DESIGN.md."""
 
-ROOMS = ("attention", "cross_entropy", "linear_cross_entropy", "nf4", "rms_norm", "rope", "swiglu")
+ROOMS = ("attention", "cross_entropy", "linear_cross_entropy", "lora_linear", "nf4", "rms_norm", "rope", "swiglu")

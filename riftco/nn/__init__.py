@@ -3,6 +3,7 @@
 from ..kernels.attention.module import Attention
 from ..kernels.cross_entropy.module import CrossEntropyLoss
 from ..kernels.linear_cross_entropy.module import LinearCrossEntropyLoss
+from ..kernels.lora_linear.module import LoRALinear
 from ..kernels.nf4.module import NF4Linear
 from ..kernels.rms_norm.module import RMSNorm
 from ..kernels.rope.module import RotaryEmbedding
@@ -12,6 +13,7 @@ __all__ = [
     "Attention",
     "CrossEntropyLoss",
     "LinearCrossEntropyLoss",
+    "LoRALinear",
     "NF4Linear",
     "RMSNorm",
     "RotaryEmbedding",

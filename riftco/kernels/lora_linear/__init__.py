@@ -1,0 +1,3 @@
+from .op import lora_linear
+
+__all__ = ["lora_linear"]
