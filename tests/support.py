@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor
 
 from riftco import tpu
 from riftco.kernels import ROOMS, _contract
 from riftco.kernels._cases import Case
+from riftco.kernels._check import inputs_of, outputs_and_grads, to, within_budget
 
 
 @dataclass(frozen=True)
@@ -86,58 +86,6 @@ def device_params(names: tuple[str, ...] | None = None) -> list:
 def rooms() -> dict[str, object]:
     """Room name -> its cases module."""
     return {name: importlib.import_module(f"riftco.kernels.{name}.cases") for name in ROOMS}
-
-
-def inputs_of(cases, case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
-    """The case's inputs rounded to the tested dtype, held in float64: every path sees the same numbers.
-
-    Tensors that a case makes in float32 (weights of rows, tables, scales) stay as they are.
-    """
-    made = cases.make_inputs(case, torch.Generator().manual_seed(seed))
-    return {k: v.to(dtype).double() if v.dtype == torch.float64 else v for k, v in made.items()}
-
-
-def to(inputs: dict[str, Tensor], dtype: torch.dtype, device: str) -> dict[str, Tensor]:
-    """float64 inputs cast to `dtype`; everything on `device`, each a fresh tensor."""
-    return {k: v.detach().clone().to(device, dtype if v.dtype == torch.float64 else None) for k, v in inputs.items()}
-
-
-def outputs_and_grads(fn: Callable, cases, case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All outputs of `fn(inputs, case)` and d_<name> for the room's GRADS, with one seeded upstream gradient each."""
-    leaves = {k: v.requires_grad_() if k in cases.GRADS else v for k, v in inputs.items()}
-    out = fn(leaves, case)
-    wanted = [k for k in cases.GRADS if k in leaves]
-    if wanted:
-        gen = torch.Generator().manual_seed(99)
-        loss = sum(
-            (o * torch.randn(o.shape, generator=gen, dtype=torch.float64).to(o.device, o.dtype)).sum()
-            for o in out.values()
-            if o.requires_grad
-        )
-        grads = torch.autograd.grad(loss, [leaves[k] for k in wanted])
-        out = {**out, **{f"d_{k}": g for k, g in zip(wanted, grads)}}
-    return {k: v.detach().cpu() for k, v in out.items()}
-
-
-def within_budget(name: str, got: Tensor, oracle: Tensor, near: Tensor, dtype: torch.dtype, roundings: int = 0) -> None:
-    """|got - float64| may be at most twice what the same maths loses in float32, plus one rounding of the stored
-    dtype, plus one for each operand that the kernel rounds to 16 bit inside.
-
-    One whole ulp a rounding, as the interpreter truncates to bfloat16. Non-finite values must be the same ones.
-    """
-    assert got.shape == oracle.shape, f"{name}: shape {tuple(got.shape)}, not {tuple(oracle.shape)}"
-    if not oracle.is_floating_point():
-        assert torch.equal(got, oracle), f"{name}: integers differ"
-        return
-    got64, finite = got.double(), oracle.isfinite()
-    assert torch.equal(got64[~finite].nan_to_num(7e77), oracle.double()[~finite].nan_to_num(7e77)), f"{name}: inf/NaN"
-    if not bool(finite.any()):
-        return
-    got64, exact, near64 = got64[finite], oracle.double()[finite], near.double()[finite]
-    eps = torch.finfo(got.dtype).eps + roundings * (torch.finfo(dtype).eps if dtype.itemsize == 2 else 0)
-    err, base, scale = (got64 - exact).abs().max(), (near64 - exact).abs().max(), exact.abs().max()
-    # NaN must fail, so the comparison is written to be true only for numbers
-    assert err <= 2 * base + eps * scale + 1e-30, f"{name}: {err=:.3e} {base=:.3e} {scale=:.3e} budget eps {eps:.1e}"
 
 
 def check_case(cases, case: Case, dtype: torch.dtype, device: Device, seed: int = 0, spoil=None) -> None:

@@ -1,0 +1,403 @@
+"""Times ops against their peers: `python bench/run.py [op ...] [--device cpu|cuda] [--out results.csv]`.
+
+For each case riftco and every peer are first held against the spec in float64, on the case's own options with fewer
+rows; who is wrong is refused and not timed, and where riftco is wrong nothing of that op is timed. Emulated devices
+report correctness and bytes, never speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import dataclasses
+import datetime
+import importlib
+import importlib.metadata
+import importlib.util
+import pathlib
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from riftco.kernels import ROOMS, _check, _contract
+from riftco.kernels._cases import Case
+
+from . import timing
+from .peers import Peer, peers_of
+
+PEER_SLACK = 10.0  # peers round where they like; ten budgets still refuse a wrong result
+CHECK_FLOPS = {"cpu": 5e8, "cuda": 2e11}  # of the spec in float64, on which a case is checked
+ROW_DIMS = ("B", "T", "S", "M")
+COLUMNS = (
+    "op", "case", "shape", "dtype", "device", "pass", "peer", "status", "why", "median_ms", "p10_ms", "p90_ms",
+    "launches", "launched_by", "eager_ms", "tflop_s", "gb_s", "peak_bytes", "max_error", "roof_copy_gb_s",
+    "roof_matmul_tflop_s", "machine", "date", "commit", "torch", "triton", "threads",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where the bench runs: the device of the tensors, the implementation asked for, whether times mean anything."""
+
+    name: str
+    torch_device: str
+    impl: str | None = None
+    timed: bool = True
+
+
+TARGETS = {
+    t.name: t
+    for t in (
+        Target("cpu", "cpu"),
+        Target("cuda", "cuda"),
+        Target("cpu-triton", "cpu", "triton", timed=False),
+        Target("mps-emulated", "cpu", "metal", timed=False),
+    )
+}
+
+
+@dataclass
+class Entry:
+    """One competitor in one case."""
+
+    name: str
+    call: Callable | None
+    status: str  # "ok", "missing", "wrong" or "failed"
+    why: str = ""
+    max_error: float | None = None
+
+
+def cases_of(op: str):
+    return importlib.import_module(f"riftco.kernels.{op}.cases")
+
+
+def scaled(case: Case, scale: int) -> Case:
+    """The case with its rows divided by `scale`, at least 16 of them; packed cases keep theirs."""
+    shape = dict(case.shape)
+    fixed = any(isinstance(v, tuple) for v in case.options.values())
+    while scale > 1 and not fixed:
+        largest = max((shape[d] for d in ROW_DIMS if d in shape), default=1)
+        if largest < 32:
+            break
+        for d in ROW_DIMS:  # T and S shrink together
+            if shape.get(d) == largest:
+                shape[d] = largest // 2
+        scale //= 2
+    return dataclasses.replace(case, shape=shape)
+
+
+def small(cases, case: Case, device: str) -> Case:
+    """The case with so few rows that the spec in float64 takes no longer than the bench itself."""
+    while cases.flops(case) > CHECK_FLOPS[device] and (fewer := scaled(case, 2)).shape != case.shape:
+        case = fewer
+    return case
+
+
+class Truth:
+    """What one case must give: its results in float64 and float32."""
+
+    def __init__(self, cases, case: Case, dtype: torch.dtype, device: str):
+        self.cases, self.case, self.dtype, self.device = cases, case, dtype, device
+        self.inputs = _check.inputs_of(cases, case, dtype, 0, device)
+        self.oracle, self.near = (self._run(cases.reference, d) for d in (torch.float64, torch.float32))
+
+    def _run(self, call: Callable, dtype: torch.dtype) -> dict[str, Tensor]:
+        return _check.outputs_and_grads(call, self.cases, self.case, _check.to(self.inputs, dtype, self.device))
+
+    def error_of(self, call: Callable, slack: float = 1.0) -> float:
+        """The largest error of a call over the largest value; it may leave outputs out. Raises OutOfBudget."""
+        got = self._run(call, self.dtype)
+        if unknown := got.keys() - self.oracle.keys():
+            raise _check.OutOfBudget(f"unknown outputs {sorted(unknown)}")
+        if not any(t.is_floating_point() for t in got.values()):
+            raise _check.OutOfBudget("no outputs")
+        roundings = self.cases.ROUNDINGS
+        return max(
+            _check.within_budget(n, t, self.oracle[n], self.near[n], self.dtype, roundings.get(n, 0), slack)
+            for n, t in got.items()
+        )
+
+
+def entries(cases, case: Case, peers: tuple[Peer, ...], dtype: torch.dtype, target: Target) -> Iterator[Entry]:
+    """riftco, then its peers, each checked."""
+    device = target.torch_device
+    truth = Truth(cases, small(cases, case, device), dtype, device)
+    for peer in (None, *peers):
+        name = "riftco" if peer is None else peer.name
+        if peer is not None and (reason := peer.missing(device, case)):
+            yield Entry(name, None, "missing", reason)
+            continue
+        try:
+            call = cases.call if peer is None else peer.make(cases)
+            with _contract.implementation(target.impl if peer is None else None):
+                error = truth.error_of(call, 1.0 if peer is None else PEER_SLACK)
+            yield Entry(name, call, "ok", max_error=error)
+        except _check.OutOfBudget as wrong:
+            yield Entry(name, None, "wrong", str(wrong))
+        except Exception as failed:  # a peer may fail in any way; it is reported with its reason
+            yield Entry(name, None, "failed", _reason(failed))
+
+
+def _reason(failed: BaseException) -> str:
+    lines = str(failed).strip().splitlines()
+    return f"{type(failed).__name__}: {lines[0][:200] if lines else ''}"
+
+
+def red_cases(cases, target: Target, dtype: torch.dtype) -> list[str]:
+    """The conformance check of the room on its own cases: what fails, with the reason."""
+    red = []
+    for case in cases.CASES:
+        try:
+            truth = Truth(cases, case, dtype, target.torch_device)
+            with _contract.implementation(target.impl):
+                truth.error_of(cases.call)
+        except Exception as failed:  # whatever it is, the op is red
+            red.append(f"{case.name}: {_reason(failed)}")
+    return red
+
+
+def passes_of(cases, call: Callable, case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
+    """What is timed: the forward without gradients, and forward + backward."""
+
+    def forward() -> object:
+        with torch.no_grad():
+            return call(inputs, case)
+
+    leaves = [inputs[k] for k in _check.leaves_of(cases, inputs)]
+    if not leaves:
+        return {"forward": forward}
+    upstream: dict[str, Tensor] = {}
+
+    def both() -> object:
+        out = {k: v for k, v in call(inputs, case).items() if v.requires_grad}
+        for k, v in out.items():
+            if k not in upstream:
+                upstream[k] = torch.ones_like(v)
+        return torch.autograd.grad(list(out.values()), leaves, [upstream[k] for k in out])
+
+    return {"forward": forward, "forward+backward": both}
+
+
+def bench_case(cases, case: Case, peers: tuple[Peer, ...], dtype: torch.dtype, target: Target, seconds: float):
+    """Rows (dicts without the columns of the machine) of one case."""
+    device = target.torch_device
+    found = list(entries(cases, case, peers, dtype, target))
+    ready = [e for e in found if e.status == "ok"]
+    made = _check.to(_check.inputs_of(cases, case, dtype, 0, device), dtype, device)
+    inputs = {k: v.requires_grad_() if k in cases.GRADS else v for k, v in made.items()}
+    calls = {e.name: passes_of(cases, e.call, case, inputs) for e in ready if e.call}
+    red = found[0].status != "ok"
+    passes = list(calls["riftco"]) if not red else ["forward+backward"]
+    for which in passes:
+        runnable: dict[str, Callable[[], object]] = {}
+        peaks: dict[str, int] = {}
+        broken: dict[str, str] = {}
+        for e in ready:
+            with _contract.implementation(target.impl if e.name == "riftco" else None):
+                try:
+                    calls[e.name][which]()  # compiles, tunes
+                    peaks[e.name] = timing.peak_bytes(calls[e.name][which], device)
+                    runnable[e.name] = calls[e.name][which]
+                except Exception as failed:  # out of memory at the full size, for one
+                    broken[e.name] = _reason(failed)
+        times: dict[str, timing.Time] = {}
+        eager: dict[str, timing.Time] = {}
+        graphs: dict[str, str] = {}
+        if target.timed and not red:
+            eager = timing.interleaved(runnable, device, seconds)
+            times, graphs = _graph_times(runnable, eager, device, seconds)
+        for e in found:
+            row: dict[str, Any] = {"pass": which, "peer": e.name, "status": e.status, "why": e.why}
+            row["max_error"] = e.max_error
+            if e.name in broken:
+                row.update(status="failed", why=broken[e.name])
+            elif e.name in runnable:
+                row["peak_bytes"] = peaks[e.name]
+                row.update(_rates(cases, case, dtype, which, e.name, eager, times, graphs))
+                if red:
+                    row["why"] = "not timed: riftco is wrong here"
+                elif not target.timed:
+                    row["why"] = "not timed: emulated"
+            yield row
+
+
+def _graph_times(runnable, eager, device: str, seconds: float):
+    """(times of CUDA graph replays, name -> why there is none) of the functions that are short enough to need them."""
+    if device != "cuda":
+        return {}, {}
+    replays, why = {}, {}
+    for name, t in eager.items():
+        if t.median_ms < timing.GRAPH_BELOW_MS:
+            try:
+                replays[name] = timing.graphed(runnable[name])
+            except RuntimeError as failed:
+                why[name] = f"no graph: {_reason(failed)}"
+    return (timing.interleaved(replays, device, seconds) if replays else {}), why
+
+
+def _rates(cases, case: Case, dtype: torch.dtype, which: str, name: str, eager, times, graphs) -> dict[str, Any]:
+    if name not in eager:
+        return {}
+    t = times.get(name, eager[name])
+    row: dict[str, Any] = {
+        "median_ms": t.median_ms, "p10_ms": t.p10_ms, "p90_ms": t.p90_ms, "launches": t.launches,
+        "launched_by": "graph" if name in times else "eager", "eager_ms": eager[name].median_ms,
+        "why": graphs.get(name, ""),
+    }  # fmt: skip
+    if which == "forward+backward":  # flops and bytes_moved count both passes
+        row["tflop_s"] = cases.flops(case) / t.median_ms / 1e9
+        row["gb_s"] = cases.bytes_moved(case, dtype) / t.median_ms / 1e6
+    return row
+
+
+def machine_columns(device: str) -> dict[str, str]:
+    """Who measured: machine, date, commit, versions."""
+    return {
+        "machine": torch.cuda.get_device_name() if device == "cuda" else _cpu_name(),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%MZ"),
+        "commit": _commit(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def _cpu_name() -> str:
+    info = pathlib.Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    folder = pathlib.Path(__file__).parent
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        git = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"]
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    return f"riftco {importlib.import_module('riftco').__version__}"
+
+
+def _version(package: str) -> str:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return "missing"
+
+
+def show(row: dict[str, Any]) -> str:
+    ms = f"{row['median_ms']:10.3f} ms" if row.get("median_ms") is not None else f"{row['status']:>13s}"
+    spread = f" ({row['p10_ms']:.3f}-{row['p90_ms']:.3f})" if row.get("median_ms") is not None else ""
+    rate = f" {row['tflop_s']:8.4g} TFLOP/s {row['gb_s']:8.4g} GB/s" if row.get("tflop_s") is not None else ""
+    peak = f" peak {row['peak_bytes'] / 2**20:9.1f} MiB" if row.get("peak_bytes") is not None else ""
+    why = f"  {row['why']}" if row.get("why") else ""
+    return f"  {row['pass']:17s} {row['peer']:14s} {ms}{spread}{rate}{peak}{why}"
+
+
+def bench(ops, target: Target, dtype: torch.dtype, options, write: Callable[[dict], None]) -> int:
+    """Run the ops; returns how many of them are red."""
+    roofs = timing.roofs(target.torch_device, dtype) if target.timed else {}
+    common = {
+        **machine_columns(target.torch_device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": target.name,
+        "roof_copy_gb_s": roofs.get("copy_gb_s"),
+        "roof_matmul_tflop_s": roofs.get("matmul_tflop_s"),
+    }
+    print(", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in common.items() if v))
+    red = 0
+    for op in ops:
+        cases = cases_of(op)
+        if failures := red_cases(cases, target, dtype):
+            red += 1
+            print(f"{op}: RED, nothing is timed")
+            for text in failures:
+                print(f"  {text}")
+            write({**common, "op": op, "peer": "riftco", "status": "red", "why": "; ".join(failures)})
+            continue
+        peers = tuple(p for p in peers_of(op) if not options.peers or p.name in options.peers)
+        for full in cases.CASES if options.cases == "tests" else cases.BENCH:
+            case = scaled(full, options.scale)
+            shape = " ".join(f"{k}{v}" for k, v in case.shape.items())
+            print(f"{op}: {case.name}, {shape}, {common['dtype']}")
+            named = {"op": op, "case": case.name, "shape": shape}
+            size = cases.bytes_moved(case, torch.float64)
+            if cases.flops(case) > options.max_gflop * 1e9 or size > options.max_gb * 1e9:
+                why = f"{cases.flops(case) / 1e9:.0f} GFLOP, {size / 1e9:.1f} GB in float64: above the limits"
+                print(f"  skipped: {why}")
+                write({**common, **named, "peer": "riftco", "status": "skipped", "why": why})
+                continue
+            wrong = False
+            for row in bench_case(cases, case, peers, dtype, target, options.seconds):
+                wrong |= row["peer"] == "riftco" and row["status"] != "ok"
+                print(show(row), flush=True)
+                write({**common, **named, **row})
+            red += wrong
+    return red
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p.add_argument("ops", nargs="*", help=f"of {', '.join(ROOMS)}; none: all")
+    p.add_argument("--device", choices=list(TARGETS), default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16 on cuda, else float32"
+    )
+    p.add_argument("--cases", choices=["bench", "tests"], default="bench", help="which of the room's cases")
+    p.add_argument("--scale", type=int, help="divide the rows of each case; default 1 on cuda, else 32")
+    p.add_argument("--peers", nargs="*", help="only these peers")
+    p.add_argument("--seconds", type=float, default=2.0, help="about how long one case and pass is timed")
+    p.add_argument("--max-gflop", type=float, help="skip larger cases; default 100 but on cuda")
+    p.add_argument("--max-gb", type=float, help="skip cases that move more in float64; default 1 but on cuda")
+    p.add_argument("--out", type=pathlib.Path, help="CSV file; default <folder>/<date>-<device>.csv")
+    p.add_argument("--plot", action="store_true", help="write PNGs beside the CSV")
+    return p
+
+
+def main(argv: list[str] | None = None, folder: str | pathlib.Path = "bench-results") -> int:
+    """The command; returns the exit status, 1 where an op is red."""
+    p = parser()
+    options = p.parse_args(argv)
+    if unknown := [o for o in options.ops if o not in ROOMS]:
+        p.error(f"unknown ops {', '.join(unknown)}; known: {', '.join(ROOMS)}")
+    target = TARGETS[options.device]
+    if target.torch_device == "cuda" and not torch.cuda.is_available():
+        p.error("no CUDA device here")
+    if target.impl == "metal":
+        if importlib.util.find_spec("metal_emulator") is None:
+            p.error("mps-emulated needs tests/ on PYTHONPATH: the emulator lives there")
+        importlib.import_module("metal_emulator").install()
+    gpu = target.torch_device == "cuda"
+    options.scale = options.scale or (1 if gpu else 32)
+    options.max_gflop = options.max_gflop or (float("inf") if gpu else 100.0)
+    options.max_gb = options.max_gb or (float("inf") if gpu else 1.0)
+    dtype = getattr(torch, options.dtype or ("bfloat16" if gpu else "float32"))
+    out = options.out or pathlib.Path(folder) / f"{datetime.date.today()}-{target.name}.csv"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+
+        def write(row: dict) -> None:
+            writer.writerow(row)
+            file.flush()  # what is measured survives a crash
+
+        red = bench(options.ops or ROOMS, target, dtype, options, write)
+    print(f"written to {out}")
+    if options.plot:
+        from .plot import plot
+
+        for image in plot(out):
+            print(f"written to {image}")
+    return 1 if red else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

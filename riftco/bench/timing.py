@@ -1,0 +1,124 @@
+"""Launches interleaved in rotating order with cold caches, CUDA graphs for the short ones, peak bytes, roofs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+GRAPH_BELOW_MS = 0.5  # a launch from Python costs tens of microseconds: shorter work is replayed as a CUDA graph
+WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Time:
+    median_ms: float
+    p10_ms: float
+    p90_ms: float
+    launches: int
+
+
+def summary(samples_ms: list[float]) -> Time:
+    ordered = sorted(samples_ms)
+    last = len(ordered) - 1
+    return Time(statistics.median(ordered), ordered[round(last * 0.1)], ordered[round(last * 0.9)], len(ordered))
+
+
+class Flush:
+    """Evicts what an earlier launch left in the caches, by writing more than they hold."""
+
+    def __init__(self, device: str):
+        self.buffer = torch.empty((256 if device == "cuda" else 64) << 20, dtype=torch.int8, device=device)
+
+    def __call__(self) -> None:
+        self.buffer.zero_()
+
+
+def interleaved(
+    functions: Mapping[str, Callable[[], object]], device: str, seconds: float, least: int = 5, most: int = 100
+) -> dict[str, Time]:
+    """Each function's times; in every round each one is launched once, the first of the round rotating.
+
+    Args:
+        functions: name -> what is timed.
+        device: "cpu" or "cuda".
+        seconds: about how long all rounds together may take; at least `least` rounds run.
+    """
+    names, flush = list(functions), Flush(device)
+    start = time.perf_counter()
+    for name in names:
+        _once(functions[name], flush, device)
+    rounds = max(least, min(most, int(seconds / max(time.perf_counter() - start, 1e-9))))
+    for _ in range(min(WARM_UP, rounds) - 1):
+        for name in names:
+            _once(functions[name], flush, device)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        shift = turn % max(len(names), 1)
+        for name in names[shift:] + names[:shift]:
+            samples[name].append(_once(functions[name], flush, device))
+    return {name: summary(times) for name, times in samples.items()}
+
+
+def _once(function: Callable[[], object], flush: Flush, device: str) -> float:
+    """Milliseconds of one launch with cold caches."""
+    flush()
+    if device != "cuda":
+        start = time.perf_counter()
+        function()
+        return 1e3 * (time.perf_counter() - start)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    function()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def graphed(function: Callable[[], object]) -> Callable[[], None]:
+    """`function` captured as a CUDA graph. Raises RuntimeError where it cannot be captured (it waits for the host)."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UP):
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
+def peak_bytes(function: Callable[[], object], device: str) -> int:
+    """The most bytes that torch's allocator held at once during a call, above what it held before."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        function()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        function()
+    events = profile.profiler.kineto_results.events()
+    live = most = 0
+    for _, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
+        live += size
+        most = max(most, live)
+    return most
+
+
+def roofs(device: str, dtype: torch.dtype, seconds: float = 0.5) -> dict[str, float]:
+    """What this machine reaches at best: copy_gb_s, read + write of a large copy; matmul_tflop_s, a square matmul."""
+    size, side = (1 << 30, 8192) if device == "cuda" else (128 << 20, 1024)
+    source = torch.ones(size, dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    times = interleaved({"copy": lambda: target.copy_(source), "matmul": lambda: a @ b}, device, seconds)
+    return {
+        "copy_gb_s": 2 * size / times["copy"].median_ms / 1e6,
+        "matmul_tflop_s": 2 * side**3 / times["matmul"].median_ms / 1e9,
+    }

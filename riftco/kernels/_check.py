@@ -1,0 +1,81 @@
+"""Correctness against the spec in float64: asked of kernels by the conformance test, of peers by the bench."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ._cases import Case
+
+
+class OutOfBudget(AssertionError):
+    """A result is further from float64 than its rounding explains."""
+
+
+def inputs_of(cases, case: Case, dtype: torch.dtype, seed: int = 0, device: str = "cpu") -> dict[str, Tensor]:
+    """The case's inputs rounded to the tested dtype, held in float64: every path sees the same numbers.
+
+    Tensors that a case makes in float32 (weights of rows, tables, scales) stay as they are.
+    """
+    with contextlib.nullcontext() if device == "cpu" else torch.device(device):  # large inputs are made in place
+        made = cases.make_inputs(case, torch.Generator(device).manual_seed(seed))
+    return {k: v.to(dtype).double() if v.dtype == torch.float64 else v for k, v in made.items()}
+
+
+def to(inputs: dict[str, Tensor], dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+    """float64 inputs cast to `dtype`; everything on `device`, each a fresh tensor."""
+    return {k: v.detach().clone().to(device, dtype if v.dtype == torch.float64 else None) for k, v in inputs.items()}
+
+
+def leaves_of(cases, inputs: dict[str, Tensor]) -> list[str]:
+    """Names of the inputs whose gradients are taken."""
+    return [k for k in cases.GRADS if k in inputs]
+
+
+def outputs_and_grads(fn: Callable, cases, case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All outputs of `fn(inputs, case)` and d_<name> for the room's GRADS, with one seeded upstream gradient each."""
+    wanted = leaves_of(cases, inputs)
+    leaves = {k: v.requires_grad_() if k in wanted else v for k, v in inputs.items()}
+    out = fn(leaves, case)
+    if wanted:
+        gen = torch.Generator().manual_seed(99)
+        loss = sum(
+            (o * torch.randn(o.shape, generator=gen, dtype=torch.float64).to(o.device, o.dtype)).sum()
+            for o in out.values()
+            if o.requires_grad
+        )
+        grads = torch.autograd.grad(loss, [leaves[k] for k in wanted])
+        out = {**out, **{f"d_{k}": g for k, g in zip(wanted, grads)}}
+    return {k: v.detach().cpu() for k, v in out.items()}
+
+
+def within_budget(
+    name: str, got: Tensor, oracle: Tensor, near: Tensor, dtype: torch.dtype, roundings: int = 0, slack: float = 1.0
+) -> float:
+    """|got - float64| may be at most twice what the same maths loses in float32, plus one rounding of the stored
+    dtype, plus one for each operand that the kernel rounds to 16 bit inside; all of it times `slack`.
+
+    One whole ulp a rounding, as the interpreter truncates to bfloat16. Non-finite values must be the same ones.
+    Returns the largest error over the largest value. Raises OutOfBudget.
+    """
+    if got.shape != oracle.shape:
+        raise OutOfBudget(f"{name}: shape {tuple(got.shape)}, not {tuple(oracle.shape)}")
+    if not oracle.is_floating_point():
+        if not torch.equal(got, oracle):
+            raise OutOfBudget(f"{name}: integers differ")
+        return 0.0
+    got64, finite = got.double(), oracle.isfinite()
+    if not torch.equal(got64[~finite].nan_to_num(7e77), oracle.double()[~finite].nan_to_num(7e77)):
+        raise OutOfBudget(f"{name}: inf/NaN")
+    if not bool(finite.any()):
+        return 0.0
+    got64, exact, near64 = got64[finite], oracle.double()[finite], near.double()[finite]
+    eps = torch.finfo(got.dtype).eps + roundings * (torch.finfo(dtype).eps if dtype.itemsize == 2 else 0)
+    err, base, scale = (got64 - exact).abs().max(), (near64 - exact).abs().max(), exact.abs().max()
+    budget = slack * (2 * base + eps * scale) + 1e-30
+    if not bool(err <= budget):  # NaN must fail, so the comparison is written to be true only for numbers
+        raise OutOfBudget(f"{name}: {err=:.3e} {base=:.3e} {scale=:.3e} budget {budget:.3e} eps {eps:.1e}")
+    return float(err / scale.clamp(min=1e-30))
