@@ -6,7 +6,8 @@ M rows, N output features, C input features, R adapter rank; weight dense [N, C]
 import torch
 from torch import Tensor
 
-from ..nf4 import spec as nf4
+from ..nf4.spec import backward as nf4_backward
+from ..nf4.spec import forward as nf4_forward
 
 
 def forward(
@@ -70,12 +71,12 @@ def base_forward(
     x: Tensor, weight: Tensor, absmax: Tensor | None, block_size: int, bias: Tensor | None, N: int, C: int
 ) -> Tensor:
     if absmax is not None:
-        return nf4.forward(x, weight, absmax, bias, N, C, block_size)
+        return nf4_forward(x, weight, absmax, bias, N, C, block_size)
     return torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
 
 def base_backward(d_y: Tensor, weight: Tensor, absmax: Tensor | None, block_size: int, N: int, C: int) -> Tensor:
-    return d_y @ weight if absmax is None else nf4.backward(d_y, weight, absmax, N, C, block_size)
+    return d_y @ weight if absmax is None else nf4_backward(d_y, weight, absmax, N, C, block_size)
 
 
 def inverse_keep(keep: Tensor | None, dropout_p: float) -> float:
