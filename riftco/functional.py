@@ -1,5 +1,6 @@
 """Every op's public function."""
 
+from .kernels.adam.op import adam_step
 from .kernels.attention.op import attention, scaled_dot_product_attention
 from .kernels.cross_entropy.op import cross_entropy
 from .kernels.linear_cross_entropy.op import linear_cross_entropy
@@ -14,6 +15,7 @@ from .kernels.swiglu.op import geglu, swiglu
 
 __all__ = [
     "NF4Weight",
+    "adam_step",
     "attention",
     "cross_entropy",
     "dequantize_nf4",

@@ -1,3 +1,13 @@
 """One room per op; see DESIGN.md."""
 
-ROOMS = ("attention", "cross_entropy", "linear_cross_entropy", "lora_linear", "nf4", "rms_norm", "rope", "swiglu")
+ROOMS = (
+    "adam",
+    "attention",
+    "cross_entropy",
+    "linear_cross_entropy",
+    "lora_linear",
+    "nf4",
+    "rms_norm",
+    "rope",
+    "swiglu",
+)

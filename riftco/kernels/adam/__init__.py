@@ -1,0 +1,3 @@
+from .op import adam_step
+
+__all__ = ["adam_step"]

@@ -1,0 +1,151 @@
+"""The contract of the Adam step: schemas, shapes, devices. Torch-only; imports no kernel."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .._contract import define, same_device
+from . import spec
+
+HERE = "riftco.kernels.adam"
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _fake_norm(grads, clip):
+    acc = spec.accumulation_dtype(grads)
+    scalar = grads[0].new_empty((), dtype=acc)
+    return scalar, torch.empty_like(scalar), grads[0].new_empty((), dtype=torch.bool)
+
+
+def _fake_step(*_args):
+    return None
+
+
+norm = define(
+    "adam_norm",
+    "(Tensor[] grads, float? clip) -> (Tensor norm, Tensor clip_scale, Tensor committed)",
+    fake=_fake_norm,
+    spec=f"{HERE}.spec:norm",
+    launchers={"cuda": f"{HERE}.cuda:norm", "mps": f"{HERE}.spec:norm", "xla": f"{HERE}.spec:norm"},
+)
+step = define(
+    "adam_step",
+    "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] steps,"
+    " Tensor committed, Tensor clip_scale, Tensor lr, float beta1, float beta2, float eps, float weight_decay,"
+    " bool decoupled) -> ()",
+    fake=_fake_step,
+    spec=f"{HERE}.spec:step",
+    launchers={"cuda": f"{HERE}.cuda:step", "mps": f"{HERE}.spec:step", "xla": f"{HERE}.spec:step"},
+)
+
+
+def adam_step(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    *,
+    lr: float | Tensor = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled: bool = True,
+    gradient_clip: float | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One transactional Adam update in place: all tensors change, or none.
+
+    g = clip_scale * grad (+ weight_decay * p unless decoupled), m = beta1 m + (1 - beta1) g,
+    v = beta2 v + (1 - beta2) g^2, p = p (1 - lr * weight_decay if decoupled) - lr mh / (sqrt(vh) + eps) with
+    mh = m / (1 - beta1^t) and vh = v / (1 - beta2^t).
+
+    Args:
+        params: float16/bfloat16/float32/float64, any shapes and strides, one device. Changed.
+        grads: one per parameter, same shape, any of these dtypes.
+        exp_avgs: first moments m, float32 (float64 beside float64 parameters), same shape. Changed.
+        exp_avg_sqs: second moments v, as exp_avgs. Changed.
+        steps: scalars, float32, on the parameters' device: the updates made so far. Changed.
+        lr: a float, or a scalar tensor on the device.
+        betas, eps, weight_decay, decoupled: as in Adam (decoupled: AdamW).
+        gradient_clip: the largest global norm; clip_scale is 1 within it, else gradient_clip / norm.
+        impl: "spec" runs the plain-torch meaning.
+
+    Returns:
+        (gradient_norm, clip_scale): scalars on the device, of this same update. A step is refused, clip_scale is 0 and
+        nothing is changed when a gradient is not finite (then the norm is inf or NaN too) or when the square of a
+        clipped one would not be.
+
+    Raises:
+        ValueError: tensors or options that do not fit, each named.
+
+    Devices: cpu, cuda (Triton), mps and xla (plain torch).
+    Numerics: float32, each parameter rounded once; the norm is taken in two passes and cannot overflow while it is
+        representable. Deterministic, no host synchronisation.
+    Source: Kingma & Ba 2015, algorithm 1; Loshchilov & Hutter 2019, algorithm 2.
+    """
+    p, g, m, v, t = (list(tensors) for tensors in (params, grads, exp_avgs, exp_avg_sqs, steps))
+    check(p, g, m, v, t)
+    check_options(lr, betas, eps, weight_decay, gradient_clip)
+    if impl not in (None, "spec"):
+        raise ValueError(f"adam_step: impl must be None or 'spec'; got {impl!r}")
+    norm_of, step_of = (spec.norm, spec.step) if impl == "spec" else (norm, step)
+    total, scale, committed = norm_of(g, gradient_clip)
+    rate = rate_tensor(lr, m)
+    step_of(p, g, m, v, t, committed, scale, rate, betas[0], betas[1], eps, weight_decay, decoupled)
+    return total, scale
+
+
+def rate_tensor(lr: float | Tensor, moments: Sequence[Tensor]) -> Tensor:
+    """The learning rate as a scalar beside the moments; a fill, not a copy, so that nothing waits."""
+    dtype = spec.accumulation_dtype(list(moments))
+    if isinstance(lr, Tensor):
+        return lr.to(moments[0].device, dtype).reshape(())
+    return torch.full((), lr, dtype=dtype, device=moments[0].device)
+
+
+def check(params, grads, exp_avgs, exp_avg_sqs, steps) -> None:
+    lists = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "steps": steps}
+    if not params:
+        raise ValueError("adam_step: no parameters")
+    for name, tensors in lists.items():
+        if len(tensors) != len(params):
+            raise ValueError(f"adam_step: {len(params)} params but {len(tensors)} {name}")
+    for i, p in enumerate(params):
+        if p.dtype not in DTYPES or grads[i].dtype not in DTYPES:
+            raise ValueError(
+                f"adam_step: params[{i}] and its gradient must be floating; got {p.dtype}, {grads[i].dtype}"
+            )
+        for name in ("grads", "exp_avgs", "exp_avg_sqs"):
+            if lists[name][i].shape != p.shape:
+                raise ValueError(
+                    f"adam_step: {name}[{i}] must have the shape {tuple(p.shape)}; got {tuple(lists[name][i].shape)}"
+                )
+        acc = torch.promote_types(p.dtype, torch.float32)
+        for name in ("exp_avgs", "exp_avg_sqs"):
+            if lists[name][i].dtype != acc:
+                raise ValueError(f"adam_step: {name}[{i}] must be {acc}; got {lists[name][i].dtype}")
+        if steps[i].shape != () or steps[i].dtype != torch.float32:
+            raise ValueError(f"adam_step: steps[{i}] must be a float32 scalar; got {steps[i].dtype}")
+        same_device(
+            "adam_step",
+            **{"params[0]": params[0], f"params[{i}]": p},
+            **{f"{name}[{i}]": tensors[i] for name, tensors in lists.items()},
+        )
+
+
+def check_options(lr, betas, eps, weight_decay, gradient_clip) -> None:
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError(f"Adam: lr must be one number; got a tensor of {lr.numel()}")
+    elif not lr >= 0:
+        raise ValueError(f"Adam: lr must be at least 0; got {lr}")
+    if not (len(betas) == 2 and all(0 <= b < 1 for b in betas)):
+        raise ValueError(f"Adam: betas must be two numbers in [0, 1); got {betas}")
+    if not eps >= 0:
+        raise ValueError(f"Adam: eps must be at least 0; got {eps}")
+    if not weight_decay >= 0:
+        raise ValueError(f"Adam: weight_decay must be at least 0; got {weight_decay}")
+    if gradient_clip is not None and not gradient_clip > 0:
+        raise ValueError(f"Adam: gradient_clip must be above 0, or None; got {gradient_clip}")

@@ -1,0 +1,5 @@
+"""Optimizers."""
+
+from .kernels.adam.module import Adam
+
+__all__ = ["Adam"]
