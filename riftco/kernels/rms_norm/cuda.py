@@ -10,7 +10,7 @@ from torch import Tensor
 from .._launch import as_rows, on
 
 BLOCK_C = 4096  # columns held at once; longer rows are walked
-TILE = 4096  # elements held at once by a program of several short rows
+TILE = 1024  # elements held at once by a program of several short rows
 SHARES = 64  # parts the rows are cut into for the weight's gradient
 
 
@@ -98,7 +98,7 @@ def _rms_norm_bwd_weight(
 def _tile(C: int) -> tuple[int, int, int]:
     """(rows a program takes, columns it holds at once, warps)."""
     block = min(BLOCK_C, triton.next_power_of_2(max(C, 16)))
-    return max(1, min(32, TILE // 4 // block)), block, 8 if block >= 2048 else 4
+    return max(1, min(32, TILE // block)), block, 8 if block >= 2048 else 4
 
 
 def forward(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
