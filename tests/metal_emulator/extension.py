@@ -31,12 +31,11 @@ def build(csrc: pathlib.Path = CSRC) -> pathlib.Path:
     """The extension's own sources and the fake Metal library, as one shared library."""
     home = pathlib.Path(torch.__file__).parent
     version = f'-DRIFTCO_TORCH_VERSION="{torch.__version__}"'
-    flags = ["-std=c++20", "-O1", "-fPIC", "-Wall", "-Werror", "-isystem", str(home / "include"), version]
+    # no path of csrc: a changed copy is then compiled once, wherever it lies
+    flags = ["-std=c++20", "-O1", "-fPIC", "-Wall", "-Werror", "-isystem", str(home / "include"), version, "-c"]
     headers = sorted(csrc.glob("*.h"))
-    objects = [
-        compiled(f"{source.stem}.o", [source], [*flags, "-c"], headers=headers)
-        for source in (*sorted(csrc.glob("*.cpp")), RUNTIME / "fake_metal.cpp")
-    ]
+    objects = [compiled(f"{f.stem}.o", [f], flags, headers=headers) for f in sorted(csrc.glob("*.cpp"))]
+    objects.append(compiled("fake_metal.o", [RUNTIME / "fake_metal.cpp"], flags))
     libraries = [f"-L{home / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10"]
     return compiled("riftco_mps.so", objects, ["-shared", *libraries])
 
