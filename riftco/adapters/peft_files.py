@@ -1,0 +1,165 @@
+"""PEFT's adapter folder: adapter_config.json + adapter_model.safetensors, written and read."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from .lora import AdapterError, LoraSpec, adapted, apply_lora, layers_to_adapt
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+# Settings that change the arithmetic and are not supported: refused unless they hold the value that means "off".
+UNSUPPORTED: dict[str, tuple] = {
+    "use_dora": (False, None),
+    "bias": ("none", None),
+    "lora_bias": (False, None),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "fan_in_fan_out": (False, None),
+    "layers_to_transform": (None, []),
+    "layer_replication": (None, []),
+    "exclude_modules": (None, []),
+    "target_parameters": (None, []),
+    "megatron_config": (None, {}),
+    "alora_invocation_tokens": (None, []),
+    "use_qalora": (False, None),
+    "use_bdlora": (False, None),
+    "arrow_config": (None, {}),
+}
+
+
+def adapter_state(model: torch.nn.Module) -> dict[str, Tensor]:
+    """PEFT's key -> tensor (contiguous, on the CPU) of every adapted layer."""
+    state = {}
+    for name, layer in adapted(model).items():
+        for part in ("lora_A", "lora_B"):
+            weight = getattr(layer, part).weight
+            state[f"{PREFIX}{name}.{part}.weight"] = weight.detach().to("cpu").contiguous()
+    if not state:
+        raise AdapterError("the model carries no adapter; call apply_lora first")
+    return state
+
+
+def peft_config(spec: LoraSpec, base: str) -> dict[str, Any]:
+    """adapter_config.json as PEFT reads it."""
+    targets = spec.target_modules if isinstance(spec.target_modules, str) else sorted(spec.target_modules)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": spec.rank,
+        "lora_alpha": spec.alpha,
+        "lora_dropout": spec.dropout,
+        "target_modules": targets,
+        "rank_pattern": dict(spec.rank_pattern),
+        "alpha_pattern": dict(spec.alpha_pattern),
+        "use_rslora": spec.use_rslora,
+        "use_dora": False,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "modules_to_save": None,
+    }
+
+
+def save_adapter(model: torch.nn.Module, spec: LoraSpec, folder: str | os.PathLike, *, base: str = "") -> None:
+    """Write the model's adapter as a PEFT folder; each file appears whole or not at all.
+
+    Args:
+        model: a model that `apply_lora` or `load_adapter` changed.
+        spec: the specification it was made with.
+        folder: created if missing.
+        base: what PEFT should load as the base model (a name or a path).
+    """
+    where = pathlib.Path(folder)
+    where.mkdir(parents=True, exist_ok=True)
+    weights, config = where / f".{WEIGHTS}.tmp", where / f".{CONFIG}.tmp"
+    save_file(adapter_state(model), weights, metadata={"format": "pt"})
+    config.write_text(json.dumps(peft_config(spec, base), indent=2) + "\n")
+    for temporary, name in ((weights, WEIGHTS), (config, CONFIG)):
+        with open(temporary, "rb") as f:
+            os.fsync(f.fileno())
+        os.replace(temporary, where / name)
+
+
+def read_spec(folder: str | os.PathLike) -> LoraSpec:
+    """The LoraSpec of a PEFT folder; what riftco cannot honour is refused by name."""
+    where = pathlib.Path(folder)
+    if not (where / CONFIG).is_file():
+        raise AdapterError(f"{where} is no adapter folder: it has no {CONFIG}")
+    try:
+        config = json.loads((where / CONFIG).read_text())
+    except ValueError as bad:
+        raise AdapterError(f"{where / CONFIG} is not valid JSON: {bad}") from None
+    if config.get("peft_type") != "LORA":
+        raise AdapterError(f"{where / CONFIG}: peft_type {config.get('peft_type')!r} is not supported; accepted: LORA")
+    for key, off in UNSUPPORTED.items():
+        if config.get(key) not in off:
+            raise AdapterError(f"{where / CONFIG}: {key}={config[key]!r} is not supported")
+    targets = config["target_modules"]
+    return LoraSpec(
+        rank=config["r"],
+        alpha=config["lora_alpha"],
+        target_modules=targets if isinstance(targets, str) else tuple(targets),
+        dropout=config.get("lora_dropout") or 0.0,
+        use_rslora=bool(config.get("use_rslora")),
+        rank_pattern=config.get("rank_pattern") or {},
+        alpha_pattern=config.get("alpha_pattern") or {},
+    )
+
+
+def load_adapter_state(model: torch.nn.Module, state: Mapping[str, Tensor], source: str) -> None:
+    """Copy PEFT-keyed tensors into an adapted model: every tensor must be used, and every layer must be served."""
+    want = {
+        f"{PREFIX}{name}.{part}.weight": getattr(layer, part).weight
+        for name, layer in adapted(model).items()
+        for part in ("lora_A", "lora_B")
+    }
+    _check(state, {k: tuple(p.shape) for k, p in want.items()}, source)
+    with torch.no_grad():
+        for key, parameter in want.items():
+            parameter.copy_(state[key])
+
+
+def _check(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
+    for what, keys in (("has tensors that nothing consumes", state.keys() - shapes), ("lacks", shapes.keys() - state)):
+        if keys:
+            some = sorted(keys)
+            raise AdapterError(f"{source} {what}: {', '.join(some[:3])}{f' and {len(some) - 3} more' * (len(some) > 3)}")
+    for key, shape in shapes.items():
+        if tuple(state[key].shape) != shape:
+            raise AdapterError(f"{source}: {key} has shape {tuple(state[key].shape)}, the model needs {shape}")
+
+
+def load_adapter(model: torch.nn.Module, folder: str | os.PathLike) -> LoraSpec:
+    """Read a PEFT folder onto `model` (frozen, changed in place) and return its specification.
+
+    Everything is checked before the model changes.
+    """
+    spec = read_spec(folder)
+    file = pathlib.Path(folder) / WEIGHTS
+    if not file.is_file():
+        raise AdapterError(f"{folder}: {WEIGHTS} is missing (pickled adapter_model.bin files are not read)")
+    try:
+        state = load_file(file)
+    except SafetensorError as bad:
+        raise AdapterError(f"{file} cannot be read: {bad}") from None
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, layer in layers_to_adapt(model, spec).items():
+        rank = spec.rank_of(name)
+        shapes[f"{PREFIX}{name}.lora_A.weight"] = (rank, layer.in_features)
+        shapes[f"{PREFIX}{name}.lora_B.weight"] = (layer.out_features, rank)
+    _check(state, shapes, str(file))
+    apply_lora(model, spec)
+    load_adapter_state(model, state, str(file))
+    return spec
