@@ -134,8 +134,8 @@ def load_adapter_state(model: torch.nn.Module, state: Mapping[str, Tensor], sour
 def _check(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
     for what, keys in (("has tensors that nothing consumes", state.keys() - shapes), ("lacks", shapes.keys() - state)):
         if keys:
-            some = sorted(keys)
-            raise AdapterError(f"{source} {what}: {', '.join(some[:3])}{f' and {len(some) - 3} more' * (len(some) > 3)}")
+            more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+            raise AdapterError(f"{source} {what}: {', '.join(sorted(keys)[:3])}{more}")
     for key, shape in shapes.items():
         if tuple(state[key].shape) != shape:
             raise AdapterError(f"{source}: {key} has shape {tuple(state[key].shape)}, the model needs {shape}")
