@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import spec
 
-SCORES = 1 << 19  # elements of a block of scores: two of them stay in the last-level cache
+SCORES = 1 << 20  # elements of a block of scores: smaller ones cost threads more meetings, larger ones leave the cache
 KEYS = 512
 LOG2E = math.log2(math.e)
 
@@ -105,9 +105,9 @@ class _Tiling:
         self.first, self.last = (0, T) if cu_q is None else (int(cu_q[0]), min(int(cu_q[-1]), T))
         width = min(KEYS, max(S, 1))
         pairs = max(1, SCORES // (max(self.G, 1) * 64 * width))  # (batch, key head) pairs in one batched matmul
-        self.pairs_b, self.pairs_k = max(1, pairs // K), min(pairs, K)
+        self.pairs_b, self.pairs_k = min(max(1, pairs // K), max(self.B, 1)), min(pairs, K)
         height = SCORES // (self.pairs_b * self.pairs_k * max(self.G, 1) * width)
-        self.height = min(256, max(16, height))
+        self.height = min(64 if causal else 256, max(16, height))  # a causal tile wastes half its height of keys
 
     def heads(self) -> Iterator["_Heads"]:
         for b in range(0, self.B if self.G else 0, self.pairs_b):

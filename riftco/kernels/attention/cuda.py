@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._dot import dot
 from .._launch import on
-from .route import route
+from .route import ROW_PRODUCTS, route
 from .spec import softmax_scale
 
 NEVER = tl.constexpr(1 << 30)
@@ -407,9 +407,10 @@ def backward(
     shared = dict(D=D, DV=DV, PAD=way.D, PAD_V=way.Dv, SCALED=scaled, CAUSAL=causal, PACKED=cu_q is not None)
     strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(d_out))
     with on(q):
-        tiles = triton.cdiv(T, 64)
+        rows = max(1, min(64, ROW_PRODUCTS // way.Dv))
+        tiles = triton.cdiv(T, rows)
         _attention_rows[(tiles * H * B,)](
-            d_out, out, delta, largest, T, H, tiles, *_strides(d_out), DV=DV, PAD_V=way.Dv, M=64, SCALED=scaled
+            d_out, out, delta, largest, T, H, tiles, *_strides(d_out), DV=DV, PAD_V=way.Dv, M=rows, SCALED=scaled
         )
         if scaled:
             _attention_range[(docs * H,)](

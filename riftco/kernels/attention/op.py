@@ -113,7 +113,6 @@ def attention(
     Raises:
         ValueError: shapes, dtypes, devices or options that do not fit, each named; with RIFTCO_CHECK=1 also
             cu_seqlens that do not ascend from 0 to at most the number of rows, or a document above max_seqlen.
-        NotImplementedError: on CUDA, head dims above 512.
 
     Under autocast q, k, v are cast to its dtype, as PyTorch does.
     Devices: cpu and xla (blocked), cuda (Triton), mps (plain torch, holds T x S scores).

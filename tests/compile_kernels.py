@@ -1,0 +1,90 @@
+"""Compiles the Triton kernels that a call would launch for a GPU that need not be there.
+
+Run as a program in a process without TRITON_INTERPRET; prints one line per kernel: name, shared memory in bytes,
+bytes of registers spilled a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+OPTIONS = ("num_warps", "num_stages")
+TYPES = {
+    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
+    torch.uint8: "u8",
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[tuple[JITFunction, dict, dict]]]:
+    """Launches inside the block are noted as (kernel, arguments, options) and not run."""
+    calls: list[tuple[JITFunction, dict, dict]] = []
+
+    def run(self, *args, grid, warmup, **named):
+        options = {k: named.pop(k) for k in OPTIONS if k in named}
+        calls.append((self, {**dict(zip(self.arg_names, args)), **named}, options))
+
+    real, JITFunction.run = JITFunction.run, run
+    try:
+        yield calls
+    finally:
+        JITFunction.run = real
+
+
+def build(kernel: JITFunction, arguments: dict, options: dict, capability: int) -> tuple[int, int]:
+    """(shared memory, spilled bytes), specialised as the launch itself would be."""
+    signature, constants, attributes = {}, {}, {}
+    for at, p in enumerate(kernel.params):
+        value = arguments[p.name]
+        if p.is_constexpr or value is None or (type(value) is int and value == 1):
+            signature[p.name], constants[p.name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[p.name] = "*" + TYPES[value.dtype]
+            attributes[(at,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[p.name] = "fp32"
+        else:
+            signature[p.name] = "i32" if abs(value) < 1 << 31 else "i64"
+            if value % 16 == 0:
+                attributes[(at,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(done.asm["ptx"])
+        file.flush()
+        ptxas = f"{triton.__path__[0]}/backends/nvidia/bin/ptxas"
+        arch = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
+        command = [ptxas, "-v", f"-arch={arch}", file.name, "-o", file.name + ".o"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return done.metadata.shared, sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", said))
+
+
+def attention(dtype: torch.dtype, D: int, DV: int, packed: bool) -> None:
+    from riftco.kernels.attention import cuda
+
+    lead = () if packed else (2,)
+    q, k = torch.empty(*lead, 256, 4, D, dtype=dtype), torch.empty(*lead, 256, 2, D, dtype=dtype)
+    v = torch.empty(*lead, 256, 2, DV, dtype=dtype)
+    cu = torch.tensor([0, 100, 256], dtype=torch.int32) if packed else None
+    out, lse = cuda.forward(q, k, v, cu, None, True, None)
+    cuda.backward(torch.empty_like(out), q, k, v, out, lse, cu, None, True, None, True, True, True)
+
+
+if __name__ == "__main__":
+    capability, dtype, D, DV, packed = int(sys.argv[1]), getattr(torch, sys.argv[2]), *map(int, sys.argv[3:6])
+    with recorded() as calls:
+        attention(dtype, D, DV, bool(packed))
+    for kernel, arguments, options in calls:
+        shared, spilled = build(kernel, arguments, options, capability)
+        print(kernel.__name__, shared, spilled, flush=True)
