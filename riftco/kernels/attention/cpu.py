@@ -1,8 +1,7 @@
 """Attention on the CPU: batched matmuls over tiles of query rows and blocks of keys, in float32.
 
-One tile holds rows of several documents where they are short, as every row knows its own range of keys. Scores are
-kept in base 2 with the scale inside the matmul: exp2 is the fastest exponential here, and -lse enters as the matmul's
-bias.
+One tile holds rows of several documents where they are short, as every row knows its own range of keys. exp2 is the
+fastest exponential here; its factor is applied after the maximum or lse is taken off, where rounding costs least.
 """
 
 import math
@@ -23,26 +22,26 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, dtype=torch.float32)
-    alpha = spec.softmax_scale(q, scale) * LOG2E
+    scale = spec.softmax_scale(q, scale)
     tiling = _Tiling(q, k, cu_q, cu_k, causal)
     for heads in tiling.heads():
         keys, values = heads.keys(k), heads.keys(v)
         for rows in tiling.rows():
             x = heads.load(q, rows)
-            acc, m, total = x.new_zeros((*x.shape[:2], v.shape[-1])), x.new_full((*x.shape[:2], 1), -1e38), None
+            acc, m, total = x.new_zeros((*x.shape[:2], v.shape[-1])), x.new_full((*x.shape[:2], 1), -1e37), None
             for cols, bias in tiling.keys(rows):
-                s = _bmm(x, keys[:, cols].mT, alpha)
+                s = _bmm(x, keys[:, cols].mT, scale)
                 _add(s, bias, heads.G)
-                m_new = torch.maximum(m, s.amax(-1, keepdim=True))  # at least -1e38: -inf - m stays -inf
-                p = s.sub_(m_new).exp2_()
-                shrink = (m - m_new).exp2_()
+                m_new = torch.maximum(m, s.amax(-1, keepdim=True))  # at least -1e37: -inf - m stays -inf
+                p = s.sub_(m_new).mul_(LOG2E).exp2_()
+                shrink = (m - m_new).exp_()
                 row_sum = p.sum(-1, keepdim=True)
                 total = row_sum if total is None else row_sum.add_(shrink * total)
                 acc = torch.baddbmm(acc.mul_(shrink), p, values[:, cols])
                 m = m_new
             if total is not None:
                 heads.store(out, rows, acc.div_(total.masked_fill(total == 0, 1.0)))
-                heads.store_rows(lse, rows, (m + total.log2()) / LOG2E)
+                heads.store_rows(lse, rows, m + total.log())
     return out, lse
 
 
@@ -59,14 +58,14 @@ def backward(
         sum_v = torch.zeros_like(values, memory_format=torch.contiguous_format) if need_v else None
         for rows in tiling.rows():
             x, g, o = heads.load(q, rows), heads.load(d_out, rows), heads.load(out, rows)
-            minus_lse = heads.load_rows(lse, rows).mul(-LOG2E)
+            minus_lse = heads.load_rows(lse, rows).neg()
             minus_lse.masked_fill_(minus_lse == torch.inf, 0.0)  # a row without keys: its bias alone makes p 0
             minus_delta = (g * o).sum(-1, keepdim=True).neg_()
             sum_q = torch.zeros_like(x) if need_q else None
             for cols, bias in tiling.keys(rows):
-                s = torch.baddbmm(minus_lse, x, keys[:, cols].mT, alpha=scale * LOG2E)
+                s = torch.baddbmm(minus_lse, x, keys[:, cols].mT, alpha=scale)
                 _add(s, bias, heads.G)
-                p = s.exp2_()
+                p = s.mul_(LOG2E).exp2_()
                 if sum_v is not None:
                     sum_v[:, cols] += torch.bmm(p.mT, g)
                 if sum_q is None and sum_k is None:
@@ -90,9 +89,9 @@ def _bmm(a: Tensor, b: Tensor, alpha: float) -> Tensor:
 
 
 def _add(s: Tensor, bias: Tensor | None, G: int) -> None:
-    """bias [rows, keys] on every head; a row of s is (query row, head of the group)."""
+    """bias [rows, keys] on every head of the group."""
     if bias is not None:
-        s.unflatten(1, (-1, G)).add_(bias.unsqueeze(1))
+        s.unflatten(1, (G, -1)).add_(bias)
 
 
 class _Tiling:
@@ -136,15 +135,18 @@ class _Tiling:
 
 
 class _Heads:
-    """Some batch rows and key heads, as the leading dimension N of [N, rows x G, D] and [N, S, D] in float32."""
+    """Some batch rows and key heads, as the leading dimension N of [N, G x rows, D] and [N, S, D] in float32.
+
+    Heads before rows: the first rows of a causal mask weigh most, and sums over rows lose least when they come apart.
+    """
 
     def __init__(self, b: slice, k: slice, K: int, G: int):
         self.b, self.k, self.K, self.G = b, k, K, G
 
     def _pick(self, t: Tensor, rows: slice) -> Tensor:
-        """View [B, T, H, D] or [total, H, D] as [b, k, rows, G, D]."""
+        """View [B, T, H, D] or [total, H, D] as [b, k, G, rows, D]."""
         t = t if t.dim() == 4 else t.unsqueeze(0)
-        return t[self.b, rows].unflatten(2, (self.K, -1))[:, :, self.k].movedim(2, 1)
+        return t[self.b, rows].unflatten(2, (self.K, -1))[:, :, self.k].movedim(1, 3)
 
     def load(self, t: Tensor, rows: slice) -> Tensor:
         return self._pick(t, rows).to(torch.float32).flatten(0, 1).flatten(1, 2)
@@ -154,7 +156,7 @@ class _Heads:
         to.copy_(value.view(to.shape))
 
     def load_rows(self, t: Tensor, rows: slice) -> Tensor:
-        """[B, H, T] -> [N, rows x G, 1]."""
+        """[B, H, T] -> [N, G x rows, 1]."""
         return self.load(self._rows_first(t), rows)
 
     def store_rows(self, t: Tensor, rows: slice, value: Tensor) -> None:
@@ -166,7 +168,7 @@ class _Heads:
 
     def keys(self, t: Tensor) -> Tensor:
         """[B, S, K, D] or [total, K, D] -> [N, S, D]."""
-        return self._pick(t, slice(None)).squeeze(3).to(torch.float32).flatten(0, 1)
+        return self._pick(t, slice(None)).squeeze(2).to(torch.float32).flatten(0, 1)
 
     def store_keys(self, t: Tensor, value: Tensor) -> None:
         self.store(t, slice(None), value)
