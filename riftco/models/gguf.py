@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .config import DecoderConfig
-from .errors import ModelError
+from .errors import ModelError, package
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 PERMUTED = ("llama", "mistral")  # their q and k rows pair neighbouring dimensions; the decoder rotates halves
@@ -64,7 +64,7 @@ class GGUFFile:
 
     def tensor(self, name: str) -> Tensor:
         """The tensor in float32 on the CPU, rows in Hugging Face's order."""
-        import gguf
+        gguf = package("gguf")
 
         stored = self._tensors[self._names[name]]
         values = np.array(gguf.dequantize(stored.data, stored.tensor_type), dtype=np.float32, copy=None)
@@ -100,7 +100,7 @@ def is_gguf(path: Path) -> bool:
 
 def _open(path: Path):
     """gguf.GGUFReader, after the header says that reading can end."""
-    import gguf
+    gguf = package("gguf")
 
     with path.open("rb") as file:
         head = file.read(24)
@@ -113,7 +113,9 @@ def _open(path: Path):
     if tensors * 24 + keys * 13 > size:  # the least that so many entries take
         raise ModelError(f"{path}: not a readable GGUF file (its header promises more than its {size} bytes)")
 
-    class Reader(gguf.GGUFReader):
+    base: Any = gguf.GGUFReader
+
+    class Reader(base):
         """Every read checked against the file's end (and free of memmap's slow slicing: 4 times faster on a
         vocabulary of 49,152)."""
 

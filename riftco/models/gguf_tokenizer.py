@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import ModelError
+from .errors import ModelError, package
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -34,6 +34,7 @@ CONTROL, USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 
 def convert(path: Path, metadata: Mapping[str, Any]) -> Any:
     """metadata -> a transformers tokenizer with special tokens and chat template."""
+    package("tokenizers")
     kind = metadata.get("tokenizer.ggml.model")
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not tokens:
@@ -46,8 +47,6 @@ def convert(path: Path, metadata: Mapping[str, Any]) -> Any:
         raise ModelError(f"{path}: tokenizer model {kind!r} is not supported; accepted: gpt2, llama")
     _add_marked(backend, tokens, metadata.get("tokenizer.ggml.token_type", ()))
     _add_borders(backend, metadata, tokens, sentencepiece=kind == "llama")
-    from transformers import PreTrainedTokenizerFast
-
     named = {
         "bos_token": "bos_token_id",
         "eos_token": "eos_token_id",
@@ -55,7 +54,7 @@ def convert(path: Path, metadata: Mapping[str, Any]) -> Any:
         "pad_token": "padding_token_id",
     }
     special = {name: _token(metadata, tokens, key) for name, key in named.items()}
-    return PreTrainedTokenizerFast(
+    return package("transformers").PreTrainedTokenizerFast(
         tokenizer_object=backend,
         **{k: v for k, v in special.items() if v is not None},
         chat_template=metadata.get("tokenizer.chat_template"),

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .errors import ModelError
+from .errors import ModelError, package
 
 # Tokens that end a turn or a text, where a vocabulary marks them as control tokens.
 END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>", "<|end|>", "<end_of_turn>", "</s>")
@@ -83,10 +83,9 @@ def from_folder(folder: Path, stop_ids: Sequence[int] = ()) -> Tokenizer:
     """From the tokenizer files of a local folder."""
     if not any((folder / n).exists() for n in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ModelError(f"{folder}: no tokenizer; accepted: tokenizer.json, tokenizer.model or vocab.json")
-    from transformers import AutoTokenizer
-
+    reader = package("transformers").AutoTokenizer
     try:
-        hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        hf = reader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as why:  # the reader raises its own errors, of many types, for files that it cannot read
         reason = (str(why).splitlines() or [type(why).__name__])[0]
         raise ModelError(f"{folder}: its tokenizer files cannot be read ({reason})") from why

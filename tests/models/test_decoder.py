@@ -198,3 +198,44 @@ def test_int32_ids_and_given_positions():
     assert torch.equal(decoder(ids, positions=torch.arange(10).expand(2, 10)), want)
     spread = decoder(ids, positions=torch.arange(10) * 3)
     assert (spread - want).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("mode", ["disabled", "block"])
+def test_a_packed_loss_compiles_as_one_graph(mode):
+    decoder = from_transformers(hf_model("qwen3"), activation_checkpointing=mode)
+    weight = decoder.model.layers[0].mlp.up_proj.weight
+    ids, cu = torch.randint(0, 160, (40,)), torch.tensor([0, 10, 40], dtype=torch.int32)
+    want = decoder.loss(ids, ids.roll(-1), cu_seqlens=cu)
+    compiled = torch.compile(decoder.loss, fullgraph=True, backend="aot_eager")
+    got = compiled(ids, ids.roll(-1), cu_seqlens=cu)
+    close(got, want, 1e-6)
+    close(torch.autograd.grad(got, weight)[0], torch.autograd.grad(want, weight)[0], 1e-6)
+
+
+def test_autocast_follows_float32():
+    decoder = from_transformers(hf_model("qwen3"))
+    ids = torch.randint(0, 160, (2, 30))
+    want = decoder.loss(ids, ids.roll(-1))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = decoder.loss(ids, ids.roll(-1))
+    assert got.dtype == torch.float32 and got != want
+    close(got, want, 0.02)
+    got.backward()
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in decoder.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_gpu_gives_the_same_logits_and_gradients(family):
+    reference = hf_model(family)
+    here, there = from_transformers(reference), from_transformers(reference).cuda()
+    ids = torch.randint(0, 160, (2, 40))
+    close(there(ids.cuda()).cpu(), here(ids))
+    here.loss(ids, ids.roll(-1)).backward()
+    there.loss(ids.cuda(), ids.roll(-1).cuda()).backward()
+    for a, b in zip(there.parameters(), here.parameters()):
+        close(a.grad.cpu(), b.grad)
+    cache = KVCache(there.config, 40, batch=2, device="cuda")
+    with torch.no_grad():
+        got = [there(part, kv_cache=cache) for part in ids.cuda().split([30, 1, 9], 1)]
+    close(torch.cat(got, 1).cpu(), here(ids))

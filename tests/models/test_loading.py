@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import types
 import weakref
 
@@ -380,3 +381,22 @@ def test_build_takes_any_source():
         tensor=lambda name: reference.get_parameter(name).detach().clone(),
     )
     close(build(source, torch.float32)(IDS), reference(IDS).logits)
+
+
+@pytest.mark.gpu
+def test_a_gpu_holds_what_the_file_holds(folder):
+    plain, small = load(folder), load(folder, weights="nf4")
+    model = load(folder, device="cuda")
+    assert model.dtype == torch.bfloat16 and model.device.type == "cuda"
+    for a, b in zip(model.parameters(), plain.parameters()):
+        assert torch.equal(a.cpu(), b.to(torch.bfloat16))
+    packed = load(folder, weights="nf4", dtype=torch.float32, device="cuda")
+    assert not [t for t in packed.parameters() if t.device.type != "cuda"]
+    assert packed.model.layers[0].mlp.up_proj.weight.device.type == "cuda"
+    close(packed(IDS.cuda()).cpu(), small(IDS))
+
+
+def test_a_missing_package_says_how_to_get_it(tmp_path, monkeypatch):
+    write_gguf(tmp_path / "m.gguf", hf_model("llama"))
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert "needs the package gguf; run: pip install 'riftco[finetune]'" in refuses(tmp_path / "m.gguf")
