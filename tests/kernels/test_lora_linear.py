@@ -2,7 +2,6 @@
 
 import warnings
 
-import peft
 import pytest
 import support
 import torch
@@ -72,6 +71,7 @@ class Wrapped(torch.nn.Module):
 @pytest.mark.parametrize("autocast", [False, True])
 def test_arithmetic_is_pefts(dtype, rslora, autocast):
     """Same parameters, same names, same outputs and gradients; float32 adapters on a bfloat16 base included."""
+    peft = pytest.importorskip("peft")
     torch.manual_seed(1)
     linear = torch.nn.Linear(C, N).to(dtype)
     ours = Wrapped(nn.LoRALinear(linear, 4, 8, use_rslora=rslora))

@@ -58,6 +58,16 @@ class NF4Linear(nn.Module):
         made.bias = linear.bias
         return made.train(linear.training)
 
+    @classmethod
+    def from_bnb(cls, layer: nn.Linear) -> NF4Linear:
+        """Take over a quantised bitsandbytes.nn.Linear4bit (nf4): nothing is requantised, the bias is shared."""
+        state = layer.state_dict()
+        made = cls(layer.in_features, layer.out_features, device="meta")
+        parts = {k.removeprefix("weight."): v for k, v in state.items() if k.startswith("weight.")}
+        made.weight = NF4Weight.from_state(state["weight"], parts)
+        made.bias = layer.bias
+        return made.train(layer.training)
+
     def forward(self, x: Tensor) -> Tensor:
         return nf4_linear(x, self.weight, self.bias)
 
