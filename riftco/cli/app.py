@@ -1,0 +1,37 @@
+"""All commands."""
+
+from __future__ import annotations
+
+import typer
+
+from .. import __version__
+from . import data, evaluate, explain, finetune, generate, quickstart
+
+app = typer.Typer(
+    name="riftco",
+    help="Fine-tune language models: full, LoRA, QLoRA; on NVIDIA, Apple, TPU, CPU.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"riftco {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None: ...
+
+
+app.command("quickstart")(quickstart.quickstart)
+app.command("finetune")(finetune.finetune)
+app.command("evaluate")(evaluate.evaluate)
+app.command("generate")(generate.generate)
+app.command("explain")(explain.explain)
+app.add_typer(data.app, name="data")

@@ -1,0 +1,49 @@
+"""What a user sees when something is wrong: one line that says what to do, and exit code 2.
+
+Exit codes: 0 done; 1 the work failed while it ran; 2 bad input, nothing was changed; 130 stopped by Ctrl-C or SIGTERM
+after a checkpoint was saved.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+BAD_INPUT, FAILED, STOPPED = 2, 1, 130
+
+
+def command(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Turn expected errors into one line; with --debug the traceback comes too."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        from ..train.failures import StepAbandoned, TrainerPoisoned
+
+        why: BaseException
+        try:
+            return function(*args, **kwargs)
+        except (ValueError, OSError, NotImplementedError, OverflowError, ModuleNotFoundError) as error:
+            why, code = error, BAD_INPUT
+        except (StepAbandoned, TrainerPoisoned) as error:
+            why, code = error, FAILED
+        except KeyboardInterrupt as error:
+            why, code = error, STOPPED
+        if kwargs.get("debug"):
+            raise why
+        typer.echo(f"riftco: {_line(why)}", err=True)
+        raise typer.Exit(code)
+
+    return wrapped
+
+
+def _line(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped"
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error}; install it with: pip install 'riftco[finetune]'"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,32 @@
+"""riftco explain"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from . import options
+from .errors import command
+
+
+@command
+def explain(
+    device: Annotated[str | None, typer.Option("--device", help="cpu, cuda, mps or xla; all without it.")] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="float32, float16, bfloat16 or float64.")] = "float32",
+    op: Annotated[str | None, typer.Option("--op", help="Only ops whose name contains this.")] = None,
+    log_json: options.LogJson = False,
+    debug: options.Debug = False,
+) -> None:
+    """For each op and device: which implementation runs, and why; or why there is none.
+
+    Example: riftco explain --device cuda --op attention
+    """
+    from ..train.use import explained
+
+    for row in explained(device, dtype, op):
+        if log_json:
+            typer.echo(json.dumps(row))
+        else:
+            typer.echo(f"{row['op']:28s} {row['device']:5s} {row['implementation']}  ({row['why']})")

@@ -1,0 +1,72 @@
+"""riftco finetune"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from . import options
+from .errors import STOPPED, command
+
+Opt = typer.Option
+
+
+@command
+def finetune(
+    model: Annotated[str | None, Opt("--model", help="A .gguf file, or a Hugging Face folder.")] = None,
+    data: Annotated[str | None, Opt("--data", help="Chat JSONL: messages, conversations, Alpaca or text.")] = None,
+    output: Annotated[str | None, Opt("--output", help="A new folder for the run; the adapter is in it.")] = None,
+    eval: Annotated[str | None, Opt("--eval", help="Held-out JSONL, evaluated before and after.")] = None,
+    eval_split: Annotated[float | None, Opt("--eval-split", help="Or: hold out this fraction of --data.")] = None,
+    method: Annotated[str | None, Opt("--method", help="qlora (default), lora or full.")] = None,
+    rank: Annotated[int | None, Opt("--rank", help="LoRA rank [16].")] = None,
+    alpha: Annotated[float | None, Opt("--alpha", help="The adapter is scaled by alpha / rank [32].")] = None,
+    dropout: Annotated[float | None, Opt("--dropout", help="Dropout of the adapter's input [0].")] = None,
+    target_modules: Annotated[
+        str | None, Opt("--target-modules", help="all-linear (default), or names joined by commas.")
+    ] = None,
+    lr: Annotated[float | None, Opt("--lr", help="Highest learning rate [2e-4; full: 2e-5].")] = None,
+    schedule: Annotated[str | None, Opt("--schedule", help="constant, linear (default), cosine or wsd.")] = None,
+    warmup: Annotated[int | None, Opt("--warmup", help="Steps of linear warm-up [5].")] = None,
+    steps: Annotated[int | None, Opt("--steps", help="Optimizer steps; else --epochs.")] = None,
+    epochs: Annotated[int | None, Opt("--epochs", help="Passes over the data [1].")] = None,
+    batch_tokens: Annotated[int | None, Opt("--batch-tokens", help="Most tokens of a micro-batch [2048].")] = None,
+    accumulate: Annotated[int | None, Opt("--accumulate", help="Micro-batches of one step [1].")] = None,
+    max_length: Annotated[int | None, Opt("--max-length", help="Longest example [the model's context].")] = None,
+    truncate: Annotated[bool | None, Opt("--truncate", help="Cut longer examples instead of refusing them.")] = None,
+    skip_bad: Annotated[bool | None, Opt("--skip-bad", help="Leave bad lines out and count them.")] = None,
+    weight_decay: Annotated[float | None, Opt("--weight-decay", help="Decoupled weight decay [0].")] = None,
+    gradient_clip: Annotated[float | None, Opt("--gradient-clip", help="Largest global gradient norm [1].")] = None,
+    seed: Annotated[int | None, Opt("--seed", help="Of the order, the adapter and dropout [0].")] = None,
+    device: Annotated[str | None, Opt("--device", help="auto (default), cpu, cuda, cuda:N or mps.")] = None,
+    dtype: Annotated[str | None, Opt("--dtype", help="auto (default), fp32 or bf16.")] = None,
+    activation_checkpointing: Annotated[
+        str | None, Opt("--activation-checkpointing", help="disabled (default), or block: less memory, more time.")
+    ] = None,
+    save_every: Annotated[int | None, Opt("--save-every", help="Steps between checkpoints [100].")] = None,
+    keep: Annotated[int | None, Opt("--keep", help="How many checkpoints to keep [2].")] = None,
+    eval_every: Annotated[int | None, Opt("--eval-every", help="Steps between evaluations [only at the ends].")] = None,
+    resume: Annotated[bool, Opt("--resume", help="Go on with the run in --output.")] = False,
+    log_json: options.LogJson = False,
+    debug: options.Debug = False,
+) -> None:
+    """Fine-tune a model on chat JSONL and write a PEFT adapter (or, with --method full, a model).
+
+    Example: riftco finetune --model model.gguf --data chat.jsonl --eval-split 0.1 --output run
+
+    Ctrl-C finishes the micro-batch, saves a checkpoint and exits with code 130; --resume --output run goes on.
+    """
+    given: dict[str, Any] = {k: v for k, v in locals().items() if k not in ("resume", "log_json", "debug")}
+    from ..train.finetune import prepare
+    from .console import reporter
+
+    shown = reporter(log_json=log_json)
+    result = prepare(given, resume=resume, reporter=shown).train()
+    if result.stopped:
+        shown.note(
+            f"stopped at step {result.step} of {result.total_steps}; "
+            f"go on with: riftco finetune --resume --output {result.output}"
+        )
+        raise typer.Exit(STOPPED)
+    shown.note(f"{result.step} steps in {result.seconds:.0f} s; written to {result.weights}")

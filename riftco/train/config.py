@@ -1,0 +1,155 @@
+"""What a fine-tuning run is: every choice in one record, checked before anything is read or written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from .schedule import KINDS
+
+METHODS = ("qlora", "lora", "full")
+DTYPES = ("auto", "fp32", "bf16")
+DEFAULT_LR = {"qlora": 2e-4, "lora": 2e-4, "full": 2e-5}
+# May change on --resume; everything else decides what the losses are, and must stay.
+CHANGEABLE = frozenset(
+    {"output", "steps", "epochs", "save_every", "eval_every", "keep", "device", "model", "data", "eval"}
+)
+
+
+class ConfigError(ValueError):
+    """A setting out of range, or one that does not fit the run; the message names it and says what to do."""
+
+
+@dataclass(frozen=True)
+class FinetuneConfig:
+    """Settings of `riftco finetune`; the command's --help explains each."""
+
+    model: str
+    data: str
+    output: str
+    eval: str | None = None
+    eval_split: float = 0.0
+    method: str = "qlora"
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    target_modules: str = "all-linear"
+    lr: float | None = None
+    schedule: str = "linear"
+    warmup: int = 5
+    steps: int | None = None
+    epochs: int | None = None
+    batch_tokens: int = 2048
+    accumulate: int = 1
+    max_length: int | None = None
+    truncate: bool = False
+    skip_bad: bool = False
+    weight_decay: float = 0.0
+    gradient_clip: float = 1.0
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+    activation_checkpointing: str = "disabled"
+    save_every: int = 100
+    keep: int = 2
+    eval_every: int = 0
+
+    def __post_init__(self) -> None:
+        _choice("--method", self.method, METHODS)
+        _choice("--dtype", self.dtype, DTYPES)
+        _choice("--schedule", self.schedule, KINDS)
+        for name in ("rank", "batch_tokens", "accumulate", "save_every", "keep"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("steps", "epochs", "max_length"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        for name in ("warmup", "eval_every"):
+            _at_least(name, getattr(self, name), 0)
+        for name in ("alpha", "gradient_clip", *(() if self.lr is None else ("lr",))):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ConfigError(f"{_flag(name)} must be above 0; got {value}")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"--dropout must be in [0, 1); got {self.dropout}")
+        if not 0 <= self.eval_split < 1:
+            raise ConfigError(f"--eval-split must be in [0, 1); got {self.eval_split}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError(f"--weight-decay must be 0 or more; got {self.weight_decay}")
+        if self.eval and self.eval_split:
+            raise ConfigError("--eval and --eval-split exclude each other; give one of them")
+        if self.steps is not None and self.epochs is not None:
+            raise ConfigError("--steps and --epochs exclude each other; give one of them")
+
+    @property
+    def rate(self) -> float:
+        return DEFAULT_LR[self.method] if self.lr is None else self.lr
+
+    def asdict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def configured(given: Mapping[str, Any], stored: Mapping[str, Any] | None = None) -> FinetuneConfig:
+    """The config of the settings that were `given` (None: not given), on top of a stored run's where there is one.
+
+    Raises:
+        ConfigError: a setting out of range or missing, or one that a stored run may not change.
+    """
+    asked = {k: v for k, v in given.items() if v is not None}
+    if stored is None:
+        for name in ("model", "data", "output"):
+            if name not in asked:
+                raise ConfigError(f"{_flag(name)} is missing")
+        return FinetuneConfig(**asked)
+    known = {f.name for f in fields(FinetuneConfig)}
+    if unknown := sorted(set(stored) - known):
+        raise ConfigError(f"the run was written by another riftco: unknown settings {', '.join(unknown)}")
+    before = FinetuneConfig(**stored)
+    for name, value in asked.items():
+        if name not in CHANGEABLE and value != getattr(before, name):
+            raise ConfigError(
+                f"{_flag(name)} {value} differs from the run's {getattr(before, name)}; "
+                "leave it out to resume, or name another --output"
+            )
+    if "steps" in asked:
+        before = replace(before, epochs=None)
+    if "epochs" in asked:
+        before = replace(before, steps=None)
+    return replace(before, **asked)
+
+
+def pick_device(name: str) -> torch.device:
+    """ "auto": a CUDA GPU where there is one, else the CPU. Any other name must be a device that is here."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"--device {name!r} is not known; accepted: auto, cpu, cuda, cuda:N, mps") from None
+    here = {
+        "cpu": True,
+        "cuda": torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count(),
+        "mps": torch.backends.mps.is_available(),
+    }
+    if device.type not in here:
+        raise ConfigError(f"--device {name!r} is not supported here; accepted: auto, cpu, cuda, cuda:N, mps")
+    if not here[device.type]:
+        raise ConfigError(f"--device {name}: PyTorch sees no such device on this machine; use --device auto")
+    return device
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _choice(flag: str, value: str, accepted: tuple[str, ...]) -> None:
+    if value not in accepted:
+        raise ConfigError(f"{flag} must be one of {', '.join(accepted)}; got {value!r}")
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least or value >= 2**31:
+        raise ConfigError(f"{_flag(name)} must be a whole number of {least} or more; got {value}")

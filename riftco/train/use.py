@@ -1,0 +1,125 @@
+"""What the commands around training do: load with an adapter, evaluate a file, look at data, explain."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .. import explain
+from ..adapters import load_adapter
+from ..data import DataError, Loader, load_examples
+from ..models import Decoder, Tokenizer, load_model, load_tokenizer
+from ..models.load import open_source
+from .config import ConfigError, pick_device
+from .evaluate import evaluate
+from .metrics import Evaluation
+
+
+@dataclass(frozen=True)
+class Loaded:
+    model: Decoder
+    tokenizer: Tokenizer
+    device: torch.device
+
+
+def load(path: str, *, adapter: str | None = None, weights: str = "auto", device: str = "auto") -> Loaded:
+    """A model ready for use, with an adapter on it where one is named."""
+    where = pick_device(device)
+    model, tokenizer = load_model(path, weights=weights, device=where)
+    assert tokenizer is not None  # only with_tokenizer=False leaves it out
+    if adapter is not None:
+        load_adapter(model, adapter)
+    return Loaded(model.eval(), tokenizer, where)
+
+
+def messages(prompt: str, system: str | None = None) -> list[dict[str, str]]:
+    """One question, with a system message where one is given."""
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [*first, {"role": "user", "content": prompt}]
+
+
+def evaluate_file(
+    loaded: Loaded, path: str, *, batch_tokens: int = 2048, skip_bad: bool = False
+) -> tuple[Evaluation, tuple[str, ...]]:
+    """Evaluate on a JSONL file; also the bad lines that were left out."""
+    if batch_tokens < 1:
+        raise ConfigError(f"--batch-tokens must be a whole number of 1 or more; got {batch_tokens}")
+    longest = loaded.model.config.max_position_embeddings
+    data = load_examples(path, loaded.tokenizer, max_length=longest, skip_bad=skip_bad)
+    tokens = max(batch_tokens, max(len(e) for e in data.examples))
+    batches = Loader(data.examples, tokens, 0).sequential()
+    return evaluate(loaded.model, batches, loaded.device), data.skipped
+
+
+def explained(device: str | None, dtype: str, op: str | None) -> list[dict[str, str]]:
+    """Rows of riftco.explain for names as a user types them."""
+    devices, dtypes = ("cpu", "cuda", "mps", "xla"), ("float32", "float16", "bfloat16", "float64")
+    if device is not None and device not in devices:
+        raise ConfigError(f"--device must be one of {', '.join(devices)}; got {device!r}")
+    if dtype not in dtypes:
+        raise ConfigError(f"--dtype must be one of {', '.join(dtypes)}; got {dtype!r}")
+    rows = [r for r in explain(device, getattr(torch, dtype)) if op is None or op in r["op"]]
+    if not rows:
+        raise ConfigError(f"no op's name contains {op!r}; riftco explain lists all")
+    return rows
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """One example: its text in runs of equal weight."""
+
+    line: int
+    tokens: int
+    labelled: int
+    pieces: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    examples: tuple[Inspected, ...]
+    summary: tuple[str, ...]
+
+    def chosen(self, count: int, line: int | None) -> Sequence[Inspected]:
+        if line is None:
+            return self.examples[: max(count, 0)]
+        found = [e for e in self.examples if e.line == line]
+        if not found:
+            raise DataError(f"--line {line} is no example of this file")
+        return found
+
+
+def inspected(
+    path: str, model: str, *, max_length: int | None = None, truncate: bool = False, skip_bad: bool = False
+) -> Inspection:
+    """What training would see of a file; only the model's tokenizer and config are read."""
+    source = open_source(model)
+    tokenizer, context = load_tokenizer(model, source=source), source.config.max_position_embeddings
+    data = load_examples(path, tokenizer, max_length=max_length or context, truncate=truncate, skip_bad=skip_bad)
+    examples = tuple(
+        Inspected(
+            line=e.line,
+            tokens=len(e),
+            labelled=e.n_labelled,
+            pieces=tuple(
+                (tokenizer.decode([i for i, _ in run]), weight)
+                for weight, run in itertools.groupby(zip(e.ids, e.weights, strict=True), key=lambda pair: pair[1])
+            ),
+        )
+        for e in data.examples
+    )
+    lengths = sorted(e.tokens for e in examples)
+    total, labelled = sum(lengths), sum(e.labelled for e in examples)
+    summary = [
+        f"{len(examples)} examples, {total} tokens, {labelled} trained on ({labelled / total:.0%})",
+        f"length: shortest {lengths[0]}, median {statistics.median(lengths):g}, "
+        f"longest {lengths[-1]}; the model's context is {context}",
+    ]
+    if data.truncated:
+        summary.append(f"{data.truncated} examples were cut to {max_length or context} tokens")
+    if data.skipped:
+        summary += [f"{len(data.skipped)} bad lines were skipped:", *(f"  {s}" for s in data.skipped[:10])]
+    return Inspection(examples, tuple(summary))

@@ -1,0 +1,51 @@
+"""The examples run as their first line says, learn, stay short, and refuse a device that is not here."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+ROOT = pathlib.Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+SCRIPTS = ("train_tiny", "lora", "qlora")
+
+
+def run(name, *args, code=0):
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / f"{name}.py", *args],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == code, done.stderr
+    return done
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_it_learns(name):
+    out = run(name, "--steps", "40", "--backend", "cpu").stdout
+    losses = [float(x) for x in re.findall(r"^step \d+ loss ([\d.]+)", out, re.M)]
+    part = losses[len(losses) // 2 :] if name != "train_tiny" else losses  # the adapters' own training
+    assert part[-1] < 0.75 * part[0], out
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or torch.backends.mps.is_available(), reason="an accelerator is here")
+@pytest.mark.parametrize("backend", ["cuda", "metal"])
+def test_a_missing_device_is_said(backend):
+    done = run("train_tiny", "--backend", backend, code=2)
+    assert done.stderr == f"train_tiny.py: PyTorch sees no {backend} device here\n"
+
+
+def test_bad_arguments_are_refused():
+    assert run("lora", "--steps", "0", code=2).stderr == "lora.py: --steps must be 1 or more\n"
+    assert "invalid choice: 'abacus'" in run("qlora", "--backend", "abacus", code=2).stderr
+
+
+def test_they_stay_short():
+    for file in EXAMPLES.glob("*.py"):
+        assert len(file.read_text().splitlines()) < 90, file
+        assert file.stem not in SCRIPTS or len(file.read_text().splitlines()) < 80, file
