@@ -27,6 +27,7 @@ class Device:
     torch_device: str
     impl: str | None  # RIFTCO_IMPL under which its cases run
     probe: Callable[[], str]  # "" when it can run here, else why not
+    loss: float = 2  # how many times what the spec loses in float32 on the CPU may be lost here
 
     @functools.cached_property
     def why_not(self) -> str:
@@ -66,7 +67,7 @@ DEVICES = (
     Device("cpu-triton", "cpu", "triton", _triton),
     Device("mps-emulated", "cpu", "metal", _metal),
     Device("cuda", "cuda", None, lambda: "" if torch.cuda.is_available() else "no CUDA device"),
-    Device("xla", tpu.DEVICE_TYPE, None, _xla),
+    Device("xla", tpu.DEVICE_TYPE, None, _xla, loss=4),  # XLA's matmuls sum in plain order, PyTorch's in blocks
 )
 MARKS = {"cuda": pytest.mark.gpu, "xla": pytest.mark.xla}
 
@@ -101,7 +102,7 @@ def check_case(cases, case: Case, dtype: torch.dtype, device: Device, seed: int 
     assert got.keys() == oracle.keys()
     for name in oracle:
         value = spoil(got[name]) if spoil else got[name]
-        within_budget(name, value, oracle[name], near[name], dtype, cases.ROUNDINGS.get(name, 0))
+        within_budget(name, value, oracle[name], near[name], dtype, cases.ROUNDINGS.get(name, 0), loss=device.loss)
 
 
 @contextlib.contextmanager

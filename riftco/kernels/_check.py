@@ -53,10 +53,11 @@ def outputs_and_grads(fn: Callable, cases, case: Case, inputs: dict[str, Tensor]
 
 
 def within_budget(
-    name: str, got: Tensor, oracle: Tensor, near: Tensor, dtype: torch.dtype, roundings: int = 0, slack: float = 1.0
-) -> float:
-    """|got - float64| may be at most twice what the same maths loses in float32, plus one rounding of the stored
-    dtype, plus one for each operand that the kernel rounds to 16 bit inside; all of it times `slack`.
+    name: str, got: Tensor, oracle: Tensor, near: Tensor, dtype: torch.dtype, roundings: int = 0, slack: float = 1.0,
+    loss: float = 2.0,
+) -> float:  # fmt: skip
+    """|got - float64| may be at most twice (`loss` times) what the same maths loses in float32, plus one rounding of
+    the stored dtype, plus one for each operand that the kernel rounds to 16 bit inside; all of it times `slack`.
 
     One whole ulp a rounding, as the interpreter truncates to bfloat16. Non-finite values must be the same ones.
     Returns the largest error over the largest value. Raises OutOfBudget.
@@ -75,7 +76,7 @@ def within_budget(
     got64, exact, near64 = got64[finite], oracle.double()[finite], near.double()[finite]
     eps = torch.finfo(got.dtype).eps + roundings * (torch.finfo(dtype).eps if dtype.itemsize == 2 else 0)
     err, base, scale = (got64 - exact).abs().max(), (near64 - exact).abs().max(), exact.abs().max()
-    budget = slack * (2 * base + eps * scale) + 1e-30
+    budget = slack * (loss * base + eps * scale) + 1e-30
     if not bool(err <= budget):  # NaN must fail, so the comparison is written to be true only for numbers
         raise OutOfBudget(f"{name}: {err=:.3e} {base=:.3e} {scale=:.3e} budget {budget:.3e} eps {eps:.1e}")
     return float(err / scale.clamp(min=1e-30))

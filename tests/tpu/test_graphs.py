@@ -27,9 +27,12 @@ def test_one_graph(room, device):
     cases = support.rooms()[room]
     if "xla" not in getattr(cases, "DEVICES", ("xla",)):
         pytest.skip(f"{room}: not on XLA")
+    compiles = 0
     for case in (c for c in cases.CASES if not c.slow):
         first = run(cases, case, torch.bfloat16, seed=0)
         assert not first.fallbacks, f"{case.name}: {first.fallbacks}"
-        assert (first.compiles, first.executions) == (1, 1), f"{case.name}: {first}"
+        assert first.compiles <= 1 and first.executions == 1, f"{case.name}: {first}"
         again = run(cases, case, torch.bfloat16, seed=1)
         assert (again.compiles, again.executions) == (0, 1), f"{case.name}, second call: {again}"
+        compiles += first.compiles
+    assert compiles  # cases of one shape share a graph, but not all of them do

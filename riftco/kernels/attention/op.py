@@ -33,7 +33,7 @@ fwd = define(
         "cpu": f"{HERE}.cpu:forward",
         "cuda": f"{HERE}.cuda:forward",
         "mps": f"{HERE}.spec:forward",
-        "xla": f"{HERE}.spec:forward",
+        "xla": "riftco.tpu.attention:forward",
     },
 )
 bwd = define(
@@ -46,7 +46,7 @@ bwd = define(
         "cpu": f"{HERE}.cpu:backward",
         "cuda": f"{HERE}.cuda:backward",
         "mps": f"{HERE}.spec:backward",
-        "xla": f"{HERE}.spec:backward",
+        "xla": "riftco.tpu.attention:backward",
     },
 )
 
@@ -115,7 +115,7 @@ def attention(
             cu_seqlens that do not ascend from 0 to at most the number of rows, or a document above max_seqlen.
 
     Under autocast q, k, v are cast to its dtype, as PyTorch does.
-    Devices: cpu (blocked), cuda (Triton), mps and xla (plain torch, holds T x S scores).
+    Devices: cpu and xla (blocked), cuda (Triton), mps (plain torch, holds T x S scores).
     Numerics: float32 accumulation and softmax; P and dS are rounded once to 16 bit on CUDA for 16-bit inputs; in
     float16 dO is brought into range by a power of two a document and head, undone exactly. No atomics: equal between
     runs. A NaN in one document can reach other documents that share a tile of rows with it.

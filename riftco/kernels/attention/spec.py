@@ -6,6 +6,8 @@ cu_q.
 Holds all B x H x T x S scores at once.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -55,8 +57,9 @@ def backward(
 
 
 def key_range(
-    T: int, S: int, cu_q: Tensor | None, cu_k: Tensor | None, causal: bool, device: torch.device
-) -> tuple[Tensor, Tensor]:
+    T: int, S: int, cu_q: Tensor | None, cu_k: Tensor | None, causal: bool, device: torch.device,
+    document_of: Callable[[Tensor, Tensor], Tensor] = lambda cu, row: torch.searchsorted(cu, row, right=True) - 1,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Query row i sees the keys lo[i] <= j < hi[i]; both [T]. Causal masks end at the bottom right of a document."""
     i = torch.arange(T, device=device)
     if cu_q is None:
@@ -64,7 +67,7 @@ def key_range(
         inside = torch.ones_like(i, dtype=torch.bool)
     else:
         cu_q, cu_k = cu_q.long(), (cu_q if cu_k is None else cu_k).long()
-        doc = torch.searchsorted(cu_q, i, right=True) - 1
+        doc = document_of(cu_q, i)
         inside = (doc >= 0) & (doc < len(cu_q) - 1)
         doc = doc.clamp(0, len(cu_q) - 2)
         q_end, k_start, k_end = cu_q[doc + 1], cu_k[doc], cu_k[doc + 1].clamp(max=S)

@@ -23,7 +23,11 @@ fwd = define(
     "(Tensor gate, Tensor up, str activation) -> Tensor",
     fake=_fake_fwd,
     spec=f"{HERE}.spec:forward",
-    launchers={"cuda": f"{HERE}.cuda:forward", "mps": f"{HERE}.spec:forward", "xla": f"{HERE}.spec:forward"},
+    launchers={
+        "cuda": f"{HERE}.cuda:forward",
+        "mps": f"{HERE}.spec:forward",
+        "xla": "riftco.tpu.swiglu:forward",
+    },
 )
 bwd = define(
     "swiglu_bwd",
@@ -31,7 +35,11 @@ bwd = define(
     " -> (Tensor d_gate, Tensor d_up)",
     fake=_fake_bwd,
     spec=f"{HERE}.spec:backward",
-    launchers={"cuda": f"{HERE}.cuda:backward", "mps": f"{HERE}.spec:backward", "xla": f"{HERE}.spec:backward"},
+    launchers={
+        "cuda": f"{HERE}.cuda:backward",
+        "mps": f"{HERE}.spec:backward",
+        "xla": "riftco.tpu.swiglu:backward",
+    },
 )
 
 

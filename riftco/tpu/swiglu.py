@@ -1,0 +1,25 @@
+"""Gated linear units for XLA: the spec, with exact GELU's left tail cut where Phi rounds to 0 in float32.
+
+XLA's erf stops one bit short of -1, and -60000 times that bit is not 0.
+"""
+
+import torch
+from torch import Tensor
+
+from ..kernels.swiglu import spec
+
+TAIL = -6.0  # GELU is -6e-9 there, and its slope -4e-8
+
+
+def forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    return spec.forward(_cut(gate, activation), up, activation)
+
+
+def backward(
+    d_out: Tensor, gate: Tensor, up: Tensor, activation: str, need_gate: bool, need_up: bool
+) -> tuple[Tensor, Tensor]:
+    return spec.backward(d_out, _cut(gate, activation), up, activation, need_gate, need_up)
+
+
+def _cut(gate: Tensor, activation: str) -> Tensor:
+    return gate.clamp(min=TAIL) if activation == "gelu" and gate.dtype != torch.float64 else gate
