@@ -71,7 +71,7 @@ def rms_norm(
         impl: "spec" runs the plain-torch meaning under autograd (double backward works).
 
     Returns:
-        y [..., C], contiguous, in x's dtype. Under CUDA autocast x is cast to float32 first, as PyTorch does.
+        y [..., C], contiguous, in x's dtype, under autocast too.
 
     Raises:
         ValueError: shapes, dtypes, devices or options that do not fit, each named.
@@ -83,8 +83,6 @@ def rms_norm(
     Source: Zhang & Sennrich 2019, "Root mean square layer normalization", equation 4.
     """
     _check(x, weight, impl)
-    if x.is_cuda and torch.is_autocast_enabled("cuda") and x.dtype != torch.float64:
-        x = x.float()
     if impl == "spec":
         return spec.forward(x, weight, eps, offset)[0]
     if needs_grad(x, weight):
