@@ -20,6 +20,7 @@ class Peer:
     """`make(cases)` returns a function like the room's cases.call; it may return fewer outputs.
 
     needs: modules that must be importable. options: the case's options that it honours, None for all.
+    overwrites: it writes over its inputs, so it gets its own.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Peer:
     needs: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu", "cuda")
     options: tuple[str, ...] | None = None
+    overwrites: bool = False
 
     def missing(self, device: str, case: Case) -> str:
         """Why it cannot run here, or ""."""
@@ -67,7 +69,7 @@ def _ce_liger(cases) -> Call:
     from liger_kernel.transformers.functional import liger_cross_entropy
 
     def call(inputs, case):
-        logits = inputs["logits"].flatten(0, -2).clone()  # it writes the gradient over the logits
+        logits = inputs["logits"].flatten(0, -2)
         return {"loss": liger_cross_entropy(logits, _ce_target(inputs, case).flatten())}
 
     return call
@@ -243,7 +245,7 @@ GPU = ("cuda",)
 PEERS: dict[str, tuple[Peer, ...]] = {
     "cross_entropy": (
         *_torch_and_compile(_ce_torch, ("reduction",)),
-        Peer("Liger", _ce_liger, ("liger_kernel",), GPU, ()),
+        Peer("Liger in place", _ce_liger, ("liger_kernel",), GPU, (), overwrites=True),
         Peer("quack", _ce_quack, ("quack",), GPU, ()),
     ),
     "linear_cross_entropy": (
@@ -272,7 +274,7 @@ PEERS: dict[str, tuple[Peer, ...]] = {
     ),
     "swiglu": (
         *_torch_and_compile(lambda cases: cases.reference),
-        Peer("Liger", _swiglu_liger, ("liger_kernel",), GPU),
+        Peer("Liger", _swiglu_liger, ("liger_kernel",), GPU, overwrites=True),
     ),
 }
 

@@ -132,6 +132,29 @@ def test_peers_here_agree_with_the_spec(op, name):
         run.Truth(cases, case, torch.float32, "cpu").error_of(peer.make(cases), run.PEER_SLACK[torch.float32])
 
 
+def test_a_peer_that_overwrites_its_inputs_spoils_nobody_elses(monkeypatch):
+    case = Case("c", dict(B=1, T=16, C=8))
+
+    def make(cases):
+        def call(inputs, case):
+            out = cases.reference({**inputs, "x": 1.0 * inputs["x"]}, case)
+            inputs["x"].data.zero_()
+            seen.append(inputs["x"].data_ptr())
+            return out
+
+        return call
+
+    def riftco(inputs, case):
+        assert inputs["x"].detach().abs().sum() > 0
+        return norm_cases.call(inputs, case)
+
+    seen: list[int] = []
+    cases = types.SimpleNamespace(**{**vars(norm_cases), "call": riftco})
+    peer = peers.Peer("spoils", make, overwrites=True)
+    rows = list(run.bench_case(cases, case, (peer,), torch.float32, run.TARGETS["cpu"], 0.0))
+    assert [r["status"] for r in rows] == ["ok"] * 4 and seen
+
+
 def test_scaling_keeps_what_belongs_together():
     case = Case("c", dict(B=1, T=4096, S=4096, V=100))
     assert run.scaled(case, 8).shape == dict(B=1, T=512, S=512, V=100)
