@@ -1,0 +1,32 @@
+"""The entry point sets up the process before torch is loaded, and names the extra that it needs."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def python(code, **more):
+    env = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**env, "PYTHONPATH": str(ROOT), **more}
+    )
+
+
+def test_waiting_threads_sleep_unless_the_user_says_otherwise():
+    code = (
+        "import sys, os, riftco.cli; assert 'torch' not in sys.modules; sys.argv = ['riftco', '--version']\n"
+        "try: riftco.cli.main()\n"
+        "finally: print(os.environ['OMP_WAIT_POLICY'])"
+    )
+    assert python(code).stdout.splitlines()[1] == "PASSIVE"
+    assert python(code, OMP_WAIT_POLICY="ACTIVE").stdout.splitlines()[1] == "ACTIVE"
+
+
+def test_a_missing_extra_is_named():
+    done = python("import sys; sys.modules['typer'] = None; from riftco.cli import main; main()")
+    assert done.returncode == 1
+    assert "pip install 'riftco[finetune]'" in done.stderr
+    assert "Traceback" not in done.stderr
