@@ -182,6 +182,7 @@ def _sdpa(backend: str | None) -> Callable[..., Call]:
 def _flex(cases) -> Call:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    torch.compiler.reset()
     run = torch.compile(flex_attention, dynamic=False)
     masks: dict = {}
 
@@ -237,8 +238,11 @@ def _swiglu_liger(cases) -> Call:
 
 
 def _torch_and_compile(make: Callable[..., Call], options: tuple[str, ...] | None = None) -> tuple[Peer, ...]:
-    eager = Peer("torch eager", make, options=options)
-    return eager, Peer("torch.compile", lambda cases: torch.compile(make(cases), dynamic=False), options=options)
+    def compiled(cases) -> Call:
+        torch.compiler.reset()  # past eight compilations of one function torch runs it eagerly, and says so in a log
+        return torch.compile(make(cases), dynamic=False)
+
+    return Peer("torch eager", make, options=options), Peer("torch.compile", compiled, options=options)
 
 
 GPU = ("cuda",)

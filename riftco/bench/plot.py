@@ -54,7 +54,7 @@ def plot(path: str | pathlib.Path) -> list[pathlib.Path]:
             xytext=(4, 3), textcoords="offset points", fontsize=8,
         )  # fmt: skip
         axes.set_xticks(range(len(labels)), labels, fontsize=7)
-        axes.set_ylabel(f"{label}, forward + backward")
+        axes.set_ylabel(f"{label}, {rows[0]['pass']}")
         axes.set_ylim(0, 1.15 * max(roof, *(float(r[unit]) for r in rows)))
         first = rows[0]
         axes.set_title(

@@ -165,7 +165,7 @@ def red_cases(cases, target: Target, dtype: torch.dtype) -> list[str]:
 
 
 def passes_of(cases, call: Callable, case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
-    """What is timed: the forward without gradients, and forward + backward."""
+    """What is timed: the forward without gradients, and forward + backward where the op has gradients."""
 
     def forward() -> object:
         with torch.no_grad():
@@ -199,8 +199,8 @@ def bench_case(cases, case: Case, peers: tuple[Peer, ...], dtype: torch.dtype, t
     shared = fresh()
     calls = {e.name: passes_of(cases, e.call, case, fresh() if e.overwrites else shared) for e in ready if e.call}
     red = found[0].status != "ok"
-    passes = list(calls["riftco"]) if not red else ["forward+backward"]
-    for which in passes:
+    passes = list(next(iter(calls.values()), {"forward": None}))
+    for which in passes[-1:] if red else passes:
         runnable: dict[str, Callable[[], object]] = {}
         peaks: dict[str, int] = {}
         broken: dict[str, str] = {}
@@ -225,7 +225,7 @@ def bench_case(cases, case: Case, peers: tuple[Peer, ...], dtype: torch.dtype, t
                 row.update(status="failed", why=broken[e.name])
             elif e.name in runnable:
                 row["peak_bytes"] = peaks[e.name]
-                row.update(_rates(cases, case, dtype, which, e.name, eager, times, graphs))
+                row.update(_rates(cases, case, dtype, which == passes[-1], e.name, eager, times, graphs))
                 if red:
                     row["why"] = "not timed: riftco is wrong here"
                 elif not target.timed:
@@ -247,7 +247,7 @@ def _graph_times(runnable, eager, device: str, seconds: float):
     return (timing.interleaved(replays, device, seconds) if replays else {}), why
 
 
-def _rates(cases, case: Case, dtype: torch.dtype, which: str, name: str, eager, times, graphs) -> dict[str, Any]:
+def _rates(cases, case: Case, dtype: torch.dtype, whole: bool, name: str, eager, times, graphs) -> dict[str, Any]:
     if name not in eager:
         return {}
     t = times.get(name, eager[name])
@@ -256,7 +256,7 @@ def _rates(cases, case: Case, dtype: torch.dtype, which: str, name: str, eager, 
         "launched_by": "graph" if name in times else "eager", "eager_ms": eager[name].median_ms,
         "why": graphs.get(name, ""),
     }  # fmt: skip
-    if which == "forward+backward":  # flops and bytes_moved count both passes
+    if whole:  # flops and bytes_moved count all that the op does
         row["tflop_s"] = cases.flops(case) / t.median_ms / 1e9
         row["gb_s"] = cases.bytes_moved(case, dtype) / t.median_ms / 1e6
     return row
@@ -292,7 +292,7 @@ def bench(ops, target: Target, dtype: torch.dtype, options, write: Callable[[dic
                 print(f"  {text}")
             write({**common, "op": op, "peer": "riftco", "status": "red", "why": "; ".join(failures)})
             continue
-        peers = tuple(p for p in peers_of(op) if not options.peers or p.name in options.peers)
+        peers = tuple(p for p in peers_of(op) if options.peers is None or p.name in options.peers)
         for full in cases.CASES if options.cases == "tests" else cases.BENCH:
             case = scaled(full, options.scale)
             shape = " ".join(f"{k}{v}" for k, v in case.shape.items())

@@ -98,6 +98,13 @@ def test_emulated_devices_report_bytes_and_no_speed(bench):
         assert int(row["peak_bytes"]) > 0
 
 
+def test_an_op_without_gradients_has_a_rate(bench):
+    bench.cases.GRADS = ()
+    status, rows, _ = bench("--device", "cpu", "--peers")
+    assert status == 0 and {r["peer"] for r in rows} == {"riftco"}
+    assert all(r["pass"] == "forward" and float(r["gb_s"]) > 0 for r in rows)
+
+
 def test_too_large_cases_are_named(bench):
     _, rows, text = bench("--device", "cpu", "--max-gflop", "1e-6")
     assert [r["status"] for r in rows] == ["skipped", "skipped"] and "above the limits" in text
