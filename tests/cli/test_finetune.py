@@ -246,3 +246,22 @@ def test_skip_bad_counts(riftco, model, chat, tmp_path):
 def test_debug_shows_the_traceback(riftco, chat, tmp_path):
     with pytest.raises(ValueError, match="no such file"):
         riftco("finetune", "--model", tmp_path / "no", "--data", chat, "--output", tmp_path / "run", "--debug", code=2)
+
+
+def test_a_failed_step_keeps_the_earlier_ones(riftco, model, chat, tmp_path, monkeypatch):
+    from riftco.models import Decoder
+
+    real, calls = Decoder.loss, []
+
+    def loss(self, *args, **kwargs):
+        calls.append(1)
+        return real(self, *args, **kwargs) * (float("inf") if len(calls) == 3 else 1.0)
+
+    monkeypatch.setattr(Decoder, "loss", loss)
+    run = tmp_path / "run"
+    failed = riftco("finetune", "--model", model, "--data", chat, "--output", run, *SMALL, code=1)
+    (line,) = failed.stderr.strip().splitlines()
+    assert "step 3 abandoned: the gradient is not finite" in line
+    assert f"2 steps are saved, go on with: riftco finetune --resume --output {run}" in line
+    rest = riftco("finetune", "--resume", "--output", run, "--log-json")
+    assert [s for s, _, _ in losses(rest)] == [3, 4, 5, 6]
