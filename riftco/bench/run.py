@@ -234,12 +234,12 @@ def bench_case(cases, case: Case, peers: tuple[Peer, ...], dtype: torch.dtype, t
 
 
 def _graph_times(runnable, eager, device: str, seconds: float):
-    """(times of CUDA graph replays, name -> why there is none) of the functions that are short enough to need them."""
+    """(times of CUDA graph replays, name -> why there is none) of a row that is short enough to need them."""
     if device != "cuda":
         return {}, {}
     replays, why = {}, {}
-    for name, t in eager.items():
-        if t.median_ms < timing.GRAPH_BELOW_MS:
+    if min((t.median_ms for t in eager.values()), default=0.0) < timing.GRAPH_BELOW_MS:  # all of a row or none
+        for name in eager:
             try:
                 replays[name] = timing.graphed(runnable[name])
             except RuntimeError as failed:

@@ -77,7 +77,7 @@ def advance(steps: list[Tensor], committed: Tensor, beta1: float, beta2: float) 
 
     By expm1, as 1 - 0.999 in float32 keeps only five digits.
     """
-    torch._foreach_add_(steps, committed.to(steps[0].dtype))
+    torch._foreach_add_(steps, [committed.to(steps[0].dtype)] * len(steps))  # one tensor for all would be read back
     count = torch.stack(steps)
     # a refused first step would divide by 1 - beta^0; its result is not stored
     count = torch.where(committed, count, 1.0)
