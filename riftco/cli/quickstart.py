@@ -27,16 +27,16 @@ def quickstart(
     shown = reporter(log_json=log_json)
     shown.note("loading SmolLM2-135M-Instruct and quantising it to NF4")
     first = prepare(output, device=device, reporter=shown)
-    before = first.answer()
+    start = f"{first.start + ':':10s} {first.answer()}"
     shown.note(f"asked:     {first.prompt}")
-    shown.note(f"before:    {before}")
+    shown.note(start)
     result = first.train()
     if result.stopped:
         again = f"riftco quickstart --output {result.output}"
         shown.note(f"stopped at step {result.step} of {result.total_steps}; go on with: {again}")
         raise typer.Exit(STOPPED)
     shown.note(f"asked:     {first.prompt}")
-    shown.note(f"before:    {before}")
+    shown.note(start)
     shown.note(f"after:     {first.answer()}")
     shown.note(f"taught:    {first.expected}")
     if result.before and result.after:

@@ -41,6 +41,11 @@ class Quickstart:
     prompt: str
     expected: str
 
+    @property
+    def start(self) -> str:
+        """What an answer that is given now shows."""
+        return "before" if self.run.trainer.step == 0 else f"step {self.run.trainer.step}"
+
     def answer(self) -> str:
         asked = [{"role": "user", "content": self.prompt}]
         return "".join(generate(self.run.model, self.run.tokenizer, asked, max_new_tokens=32)).strip()
