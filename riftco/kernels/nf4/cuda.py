@@ -1,4 +1,4 @@
-"""NF4 in Triton: tiles of the weight are decoded in registers inside the product, forward and for d_x."""
+"""NF4 in Triton: for few rows the weight is decoded in registers inside the product, for many into a small scratch."""
 
 import torch
 import triton
@@ -11,6 +11,8 @@ from .._launch import as_rows, on
 BLOCK_OUT = 64  # output features (forward) or input features (d_x) of a tile
 BLOCK_RED = 64  # of the reduced dimension, decoded at once
 BLOCK_ELEMENTS = 1024
+FUSED_ROWS = 64  # up to so many rows of x a product decodes W itself
+SCRATCH_BYTES = 32 << 20  # of decoded weight, for the length of a call
 
 
 @triton.jit
@@ -78,10 +80,15 @@ def _nf4_bwd(
 
 
 @triton.jit
-def _nf4_dequantize(codes_ptr, absmax_ptr, out_ptr, numel, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = _decode(codes_ptr, absmax_ptr, element, element < numel, BLOCK_SIZE)
-    tl.store(out_ptr + element, value.to(out_ptr.dtype.element_ty), mask=element < numel)
+def _nf4_tile(
+    codes_ptr, absmax_ptr, out_ptr, K, row0, col0, cols, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """out[n, k] = W[row0 + n, col0 + k], k < cols: a program decodes a stretch of one row."""
+    tiles = tl.cdiv(cols, BLOCK)
+    n = (tl.program_id(0) // tiles).to(tl.int64)
+    k = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = _decode(codes_ptr, absmax_ptr, (row0 + n) * K + col0 + k, k < cols, BLOCK_SIZE)
+    tl.store(out_ptr + n * cols + k, value.to(out_ptr.dtype.element_ty), mask=k < cols)
 
 
 def _block_rows(M: int) -> int:
@@ -93,8 +100,17 @@ def forward(x: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None, N: in
     y = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
     if y.numel() == 0:
         return y
-    rows, inner, stride_o, stride_i = as_rows(x)
     bias = None if bias is None else bias.to(x.dtype).contiguous()
+    if route(M, K) == "scratch":
+        lines, out = x.reshape(M, K), y.view(M, N)
+        for lo, hi in _stretches(N, K, x.dtype):
+            w = decode(codes, absmax, (lo, hi), (0, K), K, block_size, x.dtype).t()
+            if bias is None:
+                torch.mm(lines, w, out=out[:, lo:hi])
+            else:
+                torch.addmm(bias[lo:hi], lines, w, out=out[:, lo:hi])
+        return y
+    rows, inner, stride_o, stride_i = as_rows(x)
     BM = _block_rows(M)
     with on(x):
         _nf4_fwd[(triton.cdiv(M, BM) * triton.cdiv(N, BLOCK_OUT),)](
@@ -109,6 +125,11 @@ def backward(d_y: Tensor, codes: Tensor, absmax: Tensor, N: int, K: int, block_s
     d_x = torch.empty(*d_y.shape[:-1], K, dtype=d_y.dtype, device=d_y.device)
     if d_x.numel() == 0:
         return d_x
+    if route(M, N) == "scratch":  # by columns of W: a sum over its rows in pieces would be rounded more than once
+        lines, out = d_y.reshape(M, N), d_x.view(M, K)
+        for lo, hi in _stretches(K, N, d_y.dtype):
+            torch.mm(lines, decode(codes, absmax, (0, N), (lo, hi), K, block_size, d_y.dtype), out=out[:, lo:hi])
+        return d_x
     rows, inner, stride_o, stride_i = as_rows(d_y)
     BM = _block_rows(M)
     with on(d_y):
@@ -119,11 +140,33 @@ def backward(d_y: Tensor, codes: Tensor, absmax: Tensor, N: int, K: int, block_s
     return d_x
 
 
-def dequantize(codes: Tensor, absmax: Tensor, numel: int, block_size: int, dtype: torch.dtype) -> Tensor:
-    out = torch.empty(numel, dtype=dtype, device=codes.device)
-    if numel:
+def route(M: int, reduced: int) -> str:
+    """ "fused" decodes W inside the product, once for each tile of 64 rows; "scratch" decodes stretches of W of at most
+    SCRATCH_BYTES and leaves the product to cuBLAS, which pays as soon as W would be decoded twice. An empty reduction
+    stays with the kernel, which writes its zeros."""
+    return "scratch" if M > FUSED_ROWS and reduced > 0 else "fused"
+
+
+def _stretches(lines: int, width: int, dtype: torch.dtype) -> list[tuple[int, int]]:
+    """`lines` of W in stretches that fit the scratch, `width` values each."""
+    step = max(1, SCRATCH_BYTES // (width * dtype.itemsize))
+    return [(lo, min(lo + step, lines)) for lo in range(0, lines, step)]
+
+
+def decode(
+    codes: Tensor, absmax: Tensor, rows: tuple[int, int], cols: tuple[int, int], K: int, block_size: int,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """W[rows, cols] in `dtype`, contiguous."""
+    out = torch.empty(rows[1] - rows[0], cols[1] - cols[0], dtype=dtype, device=codes.device)
+    if out.numel():
         with on(codes):
-            _nf4_dequantize[(triton.cdiv(numel, BLOCK_ELEMENTS),)](
-                codes.contiguous(), absmax.contiguous(), out, numel, BLOCK_SIZE=block_size, BLOCK=BLOCK_ELEMENTS
-            )
+            _nf4_tile[(out.shape[0] * triton.cdiv(out.shape[1], BLOCK_ELEMENTS),)](
+                codes.contiguous(), absmax.contiguous(), out, K, rows[0], cols[0], out.shape[1],
+                BLOCK_SIZE=block_size, BLOCK=BLOCK_ELEMENTS,
+            )  # fmt: skip
     return out
+
+
+def dequantize(codes: Tensor, absmax: Tensor, numel: int, block_size: int, dtype: torch.dtype) -> Tensor:
+    return decode(codes, absmax, (0, 1), (0, numel), numel, block_size, dtype)[0]
