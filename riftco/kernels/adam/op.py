@@ -27,7 +27,7 @@ norm = define(
     "(Tensor[] grads, float? clip) -> (Tensor norm, Tensor clip_scale, Tensor committed)",
     fake=_fake_norm,
     spec=f"{HERE}.spec:norm",
-    launchers={"cuda": f"{HERE}.cuda:norm", "mps": f"{HERE}.spec:norm", "xla": f"{HERE}.spec:norm"},
+    launchers={"cuda": f"{HERE}.cuda:norm", "mps": f"{HERE}.spec:norm"},
 )
 step = define(
     "adam_step",
@@ -36,7 +36,7 @@ step = define(
     " bool decoupled) -> ()",
     fake=_fake_step,
     spec=f"{HERE}.spec:step",
-    launchers={"cuda": f"{HERE}.cuda:step", "mps": f"{HERE}.spec:step", "xla": f"{HERE}.spec:step"},
+    launchers={"cuda": f"{HERE}.cuda:step", "mps": f"{HERE}.spec:step"},
 )
 
 
@@ -80,7 +80,7 @@ def adam_step(
     Raises:
         ValueError: tensors or options that do not fit, each named.
 
-    Devices: cpu, cuda (Triton), mps and xla (plain torch).
+    Devices: cpu, cuda (Triton), mps (plain torch). On XLA use torch.optim.AdamW.
     Numerics: float32, each parameter rounded once; the norm is taken in two passes and cannot overflow while it is
         representable. Deterministic, no host synchronisation.
     Source: Kingma & Ba 2015, algorithm 1; Loshchilov & Hutter 2019, algorithm 2.

@@ -30,8 +30,9 @@ def _fake_bwd(
 
 
 def _launchers(function: str) -> dict[str, str]:
-    files = {"cpu": "cpu", "cuda": "cuda", "mps": "plain", "xla": "plain"}
-    return {device: f"{HERE}.{file}:{function}" for device, file in files.items()}
+    modules = {"cpu": f"{HERE}.cpu", "cuda": f"{HERE}.cuda", "mps": f"{HERE}.plain"}
+    modules["xla"] = "riftco.tpu.linear_cross_entropy"
+    return {device: f"{module}:{function}" for device, module in modules.items()}
 
 
 fwd = define(

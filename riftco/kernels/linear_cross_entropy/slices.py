@@ -111,8 +111,10 @@ def _put(out: Tensor, where, value: Tensor) -> None:
 
 def _accumulate(d_weight: Tensor, g: Tensor, x: Tensor, beta: int) -> None:
     """d_weight = beta * d_weight + g^T x, in d_weight's dtype."""
-    if d_weight.dtype == g.dtype:
-        d_weight.addmm_(g.t(), x, beta=beta)
+    if d_weight.dtype == g.dtype and beta:
+        d_weight.addmm_(g.t(), x)
+    elif d_weight.dtype == g.dtype:
+        torch.mm(g.t(), x, out=d_weight)
     elif g.is_cuda:  # 16-bit operands, float32 result: one matmul, no wider copy
         if beta:
             torch.addmm(d_weight, g.t(), x, out_dtype=d_weight.dtype, out=d_weight)
@@ -123,7 +125,11 @@ def _accumulate(d_weight: Tensor, g: Tensor, x: Tensor, beta: int) -> None:
         step = max(1, (8 << 20) // (4 * max(1, g.shape[0])))  # widen g a few columns at a time
         for lo in range(0, g.shape[1], step):
             columns = slice(lo, lo + step)
-            d_weight[columns].addmm_(g[:, columns].t().to(d_weight.dtype), wide, beta=beta)
+            out, narrow = d_weight[columns], g[:, columns].t().to(d_weight.dtype)
+            if beta:
+                out.addmm_(narrow, wide)
+            else:  # not addmm with beta=0, which torch_xla leaves to the CPU
+                torch.mm(narrow, wide, out=out)
 
 
 def forward(
