@@ -33,6 +33,15 @@ def leaves(*ts):
     return [t.detach().clone().requires_grad_() for t in ts]
 
 
+@pytest.mark.parametrize("nf4", [False, True])
+def test_the_bias_learns_from_a_single_vector(nf4):
+    x, w, a, b, bias = tensors(nf4=nf4)
+    bias.requires_grad_()
+    d_y = torch.randn(N)
+    lora_linear(x[0], w, a, b, scale=2.0, bias=bias).backward(d_y)
+    assert torch.equal(bias.grad, d_y)
+
+
 @pytest.mark.parametrize("rank", [1, 2, 3])
 @pytest.mark.parametrize("rows", [None, [5, 0, 7]])
 @pytest.mark.parametrize("nf4", [False, True])

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 import pickle
 
 import pytest
@@ -284,6 +285,33 @@ def test_a_bias_in_float32_under_bfloat16_rows():
     y = nf4_linear(torch.randn(300, 20).bfloat16(), q, b)
     y.backward(torch.full_like(y, 1.0))
     assert y.dtype == torch.bfloat16 and torch.equal(b.grad, torch.full((6,), 300.0))
+
+
+def test_the_bias_learns_from_a_single_vector():
+    x, q, bias = torch.randn(70), quantize_nf4(torch.randn(5, 70)), torch.zeros(5, requires_grad=True)
+    d_y = torch.randn(5)
+    nf4_linear(x, q, bias).backward(d_y)
+    assert torch.equal(bias.grad, d_y)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"dtype": "nn"}, "dtype must be 'float32' or"),
+        ({"quant_type": "fp4"}, "quant_type must be 'nf4'; got 'fp4'"),
+        ({"shape": None}, "lacks shape"),
+        ({"nested_blocksize": 1}, "4 absmax in blocks of 1 do not fit 1 nested_absmax"),
+        ([], "must hold a JSON object; got list"),
+    ],
+)
+def test_a_quant_state_that_cannot_be_meant(change, says):
+    state = nn.NF4Linear(64, 4).state_dict()
+    key = "weight.quant_state.bitsandbytes__nf4"
+    info = json.loads(bytes(state[key].tolist()))
+    info = {k: v for k, v in {**info, **change}.items() if v is not None} if change else change
+    state[key] = torch.tensor(list(json.dumps(info).encode()), dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match=says):
+        nn.NF4Linear(64, 4).load_state_dict(state)
 
 
 def test_from_linear():

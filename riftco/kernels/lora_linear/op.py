@@ -74,7 +74,8 @@ class LoRAProduct(torch.autograd.Function):
         d_bias = None
         if need_bias:
             acc = torch.promote_types(d_y.dtype, torch.float32)
-            d_bias = d_y.sum(tuple(range(d_y.dim() - 1)), dtype=acc).to(ctx.bias_dtype)
+            batch = d_y.unsqueeze(0)  # summed over no dimension at all, a single vector would give a scalar
+            d_bias = batch.sum(tuple(range(batch.dim() - 1)), dtype=acc).to(ctx.bias_dtype)
         return (
             d_x if need_x else None, d_w if need_w else None, None, None, d_bias,
             d_a if need_a else None, d_b if need_b else None, None, None, None, None,

@@ -69,7 +69,8 @@ class NF4Product(torch.autograd.Function):
             d_x = bwd(d_y, codes, absmax, *ctx.sizes)
         if ctx.needs_input_grad[3]:
             acc = torch.promote_types(d_y.dtype, torch.float32)
-            d_bias = d_y.sum(tuple(range(d_y.dim() - 1)), dtype=acc).to(ctx.bias_dtype)
+            rows = d_y.unsqueeze(0)  # summed over no dimension at all, a single vector would give a scalar
+            d_bias = rows.sum(tuple(range(rows.dim() - 1)), dtype=acc).to(ctx.bias_dtype)
         return d_x, None, None, d_bias, None, None, None
 
 

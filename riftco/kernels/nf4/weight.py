@@ -13,6 +13,7 @@ from .spec import TABLE
 
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 PACKED_KEY = "quant_state.bitsandbytes__nf4"
+DTYPES = {str(t).removeprefix("torch."): t for t in (torch.float32, torch.float16, torch.bfloat16, torch.float64)}
 STATE_KEYS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", PACKED_KEY)
 
 
@@ -57,6 +58,11 @@ class NF4Weight:
             raise ValueError(
                 f"NF4Weight: absmax of a weight {tuple(self.shape)} must be {wanted} with {blocks} values; "
                 f"got {self.absmax.dtype} {tuple(self.absmax.shape)}"
+            )
+        n = self.nested
+        if n is not None and (n.block_size < 1 or n.absmax.numel() != -(-blocks // n.block_size)):
+            raise ValueError(
+                f"NF4Weight: {blocks} absmax in blocks of {n.block_size} do not fit {n.absmax.numel()} nested_absmax"
             )
         object.__setattr__(self, "scale", self.absmax if self.nested is None else _expand(self.absmax, self.nested))
 
@@ -110,9 +116,7 @@ class NF4Weight:
         missing = [k for k in ("absmax", "quant_map", PACKED_KEY) if k not in state]
         if missing:
             raise ValueError(f"NF4Weight: the state lacks {', '.join(missing)}")
-        info = json.loads(bytes(state[PACKED_KEY].tolist()))
-        if info["quant_type"] != "nf4":
-            raise ValueError(f"NF4Weight: quant_type must be 'nf4'; got {info['quant_type']!r}")
+        info = _info(state[PACKED_KEY])
         if not torch.equal(state["quant_map"].cpu(), TABLE):
             raise ValueError("NF4Weight: quant_map is not the NF4 table")
         nested = None
@@ -124,8 +128,22 @@ class NF4Weight:
                 state["nested_absmax"], state["nested_quant_map"], info["nested_offset"], info["nested_blocksize"]
             )
         packed = codes.reshape(-1).view(torch.uint8).view(-1, 1)
-        dtype = getattr(torch, info["dtype"])
+        dtype = DTYPES[info["dtype"]]
         return cls(packed, state["absmax"], tuple(info["shape"]), info["blocksize"], dtype, nested)
+
+
+def _info(packed: Tensor) -> dict:
+    """The JSON object of a quant_state, with what reading it needs."""
+    info = json.loads(bytes(packed.tolist()))
+    if not isinstance(info, dict):
+        raise ValueError(f"NF4Weight: {PACKED_KEY} must hold a JSON object; got {type(info).__name__}")
+    needed = ["quant_type", "dtype", "shape", "blocksize"] + ["nested_blocksize"] * ("nested_offset" in info)
+    if missing := [k for k in needed if k not in info]:
+        raise ValueError(f"NF4Weight: {PACKED_KEY} lacks {', '.join(missing)}")
+    for key, accepted in (("quant_type", ("nf4",)), ("dtype", tuple(DTYPES))):
+        if info[key] not in accepted:
+            raise ValueError(f"NF4Weight: {key} must be {' or '.join(map(repr, accepted))}; got {info[key]!r}")
+    return info
 
 
 def _expand(codes: Tensor, nested: NestedAbsmax) -> Tensor:
