@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .. import nn
+from ..kernels.lora_linear.op import MAX_RANK
 
 HEAD = "lm_head"  # what "all-linear" leaves out, as PEFT does
 
@@ -22,7 +23,7 @@ class LoraSpec:
     """A LoRA adapter's configuration.
 
     Attributes:
-        rank: R, 1 or more.
+        rank: R, 1 to 256.
         alpha: the delta is scaled by alpha / rank, or alpha / sqrt(rank) with `use_rslora`.
         target_modules: "all-linear" (every linear layer but the head), a regular expression that must match a
             module's whole name, or a tuple of name endings ("q_proj", "layers.0.mlp.up_proj").
@@ -40,8 +41,8 @@ class LoraSpec:
 
     def __post_init__(self) -> None:
         for what, rank in [("rank", self.rank), *((f"rank_pattern[{k!r}]", r) for k, r in self.rank_pattern.items())]:
-            if not isinstance(rank, int) or rank < 1:
-                raise AdapterError(f"{what} must be a whole number of 1 or more; got {rank!r}")
+            if not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
+                raise AdapterError(f"{what} must be a whole number between 1 and {MAX_RANK}; got {rank!r}")
         if not 0 <= self.dropout < 1:
             raise AdapterError(f"dropout must be in [0, 1); got {self.dropout}")
         if not self.target_modules:

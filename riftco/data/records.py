@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from .errors import DataError
 
 ACCEPTED = "'messages' (OpenAI), 'conversations' (ShareGPT), 'instruction' and 'output' (Alpaca), or 'text'"
 ROLES = ("system", "developer", "user", "assistant", "tool")
+LARGEST = torch.finfo(torch.float32).max  # of a weight: losses are float32
 SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
@@ -108,8 +111,8 @@ def _weight(turn: Mapping[str, Any], where: str) -> float:
     weight = turn.get("weight")
     if weight is None:
         return 1.0
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < float("inf"):
-        raise DataError(f"{where}: 'weight' must be a number of 0 or more; got {weight!r}")
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight <= LARGEST:
+        raise DataError(f"{where}: 'weight' must be a finite float32 number of 0 or more; got {weight!r:.40}")
     if turn["role"] != "assistant":
         raise DataError(f"{where}: 'weight' belongs to assistant messages only; this one is {turn['role']}")
     return float(weight)
@@ -119,9 +122,10 @@ def _sharegpt(turn: Any, index: int) -> Message:
     where = f"message {index}"
     if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
         raise DataError(f"{where} must be an object with 'from' and 'value'")
-    role = SHAREGPT_ROLES.get(turn.get("from", ""))
+    origin = turn.get("from")
+    role = SHAREGPT_ROLES.get(origin) if isinstance(origin, str) else None
     if role is None:
-        raise DataError(f"{where}: from {turn.get('from')!r} is not known; accepted: {', '.join(SHAREGPT_ROLES)}")
+        raise DataError(f"{where}: from {origin!r} is not known; accepted: {', '.join(SHAREGPT_ROLES)}")
     weight = _weight({**turn, "role": role}, where)
     return Message({"role": role, "content": turn["value"]}, weight)
 

@@ -51,12 +51,21 @@ class Tokenizer:
 
         Special tokens written out in the text, as a rendered chat has them, become their ids.
         """
-        return self.hf(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        return self._call(text, add_special_tokens=add_special_tokens)["input_ids"]
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids and, for each, the span of characters of `text` that it came from."""
-        out = self.hf(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        out = self._call(text, add_special_tokens=False, return_offsets_mapping=True)
         return out["input_ids"], [(a, b) for a, b in out["offset_mapping"]]
+
+    def _call(self, text: str, **options: Any) -> Mapping[str, Any]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as why:
+            raise ModelError(
+                f"character {why.start} of the text is {text[why.start]!r}, half of a surrogate pair and no character"
+            ) from None
+        return self.hf(text, verbose=False, **options)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return self.hf.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)

@@ -113,9 +113,12 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
         raise CheckpointError(
             f"{where}: checkpoint format {manifest.get('format')!r} is not supported; this riftco reads {FORMAT}"
         )
-    for name, want in manifest["files"].items():
+    files = manifest.get("files")
+    if not isinstance(files, dict) or not all(isinstance(want, dict) for want in files.values()):
+        raise CheckpointError(_damaged(where, f"{MANIFEST} names no files"))
+    for name, want in files.items():
         file = where / name
-        if not file.is_file() or file.stat().st_size != want["bytes"] or _sha256(file) != want["sha256"]:
+        if not file.is_file() or file.stat().st_size != want.get("bytes") or _sha256(file) != want.get("sha256"):
             raise CheckpointError(_damaged(where, f"{name} is missing or changed"))
     try:
         tensors = load_file(where / TENSORS)

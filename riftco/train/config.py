@@ -73,6 +73,8 @@ class FinetuneConfig:
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise ConfigError(f"{_flag(name)} must be above 0; got {value}")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ConfigError(f"--seed must fit in 64 bits; got {self.seed}")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"--dropout must be in [0, 1); got {self.dropout}")
         if not 0 <= self.eval_split < 1:
@@ -107,7 +109,10 @@ def configured(given: Mapping[str, Any], stored: Mapping[str, Any] | None = None
     known = {f.name for f in fields(FinetuneConfig)}
     if unknown := sorted(set(stored) - known):
         raise ConfigError(f"the run was written by another riftco: unknown settings {', '.join(unknown)}")
-    before = FinetuneConfig(**stored)
+    try:
+        before = FinetuneConfig(**stored)
+    except TypeError as bad:  # a setting of another type, or none where one is needed
+        raise ConfigError(f"the run's settings cannot be read ({bad}); use another --output") from None
     for name, value in asked.items():
         if name not in CHANGEABLE and value != getattr(before, name):
             raise ConfigError(

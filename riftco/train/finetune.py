@@ -1,6 +1,6 @@
 """A fine-tuning run from files to files.
 
-    output/run.json       the settings, the base model's and the data's digests
+    output/run.json       the settings, the base model's and the data's digests, the step of the result
     output/tokenizer/     the tokenizer, converted once
     output/checkpoints/   the newest checkpoints
     output/adapter/       the result, a PEFT folder (full fine-tuning: output/model/, a Hugging Face folder)
@@ -129,11 +129,11 @@ class Run:
     def _open(self, output: pathlib.Path) -> None:
         output.mkdir(parents=True, exist_ok=True)
         sweep(output / CHECKPOINTS)
+        write_file(output / RUN, json.dumps(self.record, indent=2) + "\n")  # first: without it nothing can be resumed
         folder = output / TOKENIZER
         if not (folder / SOURCE).exists():
             self.tokenizer.save(folder)
             write_file(folder / SOURCE, json.dumps({"digest": self.record["base_digest"]}))
-        write_file(output / RUN, json.dumps(self.record, indent=2) + "\n")
 
     def _train(self, asked: Interrupt) -> tuple[TrainingMetric, ...]:
         trainer, config = self.trainer, self.config
@@ -180,6 +180,12 @@ class Run:
             save_file(trained, folder / FULL_WEIGHTS)
 
     def _result(self, output: pathlib.Path) -> pathlib.Path:
+        weights = self._write_result(output)
+        self.record["result_step"] = self.trainer.step  # a result on disk may be that of an earlier, interrupted call
+        write_file(output / RUN, json.dumps(self.record, indent=2) + "\n")
+        return weights
+
+    def _write_result(self, output: pathlib.Path) -> pathlib.Path:
         if self.spec is not None:
             save_adapter(self.model, self.spec, output / ADAPTER, base=self.config.model)
             return output / ADAPTER
@@ -236,6 +242,7 @@ def prepare(given: Mapping[str, Any], *, resume: bool = False, reporter: Reporte
         "config": config.asdict(),
         "base_digest": digest,
         "data_digest": _digest(config.data),
+        "result_step": stored["result_step"] if stored else 0,
     }
     if stored and stored["data_digest"] != record["data_digest"]:
         raise ConfigError(
@@ -244,7 +251,7 @@ def prepare(given: Mapping[str, Any], *, resume: bool = False, reporter: Reporte
     loader = _loader(config.data, train, config)
     schedule = _schedule(config, loader)
     result = output / (MODEL if config.method == "full" else ADAPTER)
-    if saved is not None and saved.step >= schedule.steps and result.exists():
+    if saved is not None and saved.step >= schedule.steps and saved.step == record["result_step"] and result.exists():
         raise ConfigError(
             f"{output}: this run is finished ({saved.step} of {schedule.steps} steps), its result is {result}; "
             "raise --steps to go on, or use another --output"
@@ -281,7 +288,11 @@ def read_run(output: pathlib.Path) -> dict[str, Any]:
         record = json.loads(file.read_text())
         if record["format"] != FORMAT:
             raise ConfigError(f"{file}: format {record['format']!r} is not supported; this riftco reads {FORMAT}")
-        return {"config": dict(record["config"]), "data_digest": str(record["data_digest"])}
+        return {
+            "config": dict(record["config"]),
+            "data_digest": str(record["data_digest"]),
+            "result_step": int(record.get("result_step", 0)),  # 0: unknown, so that it is written again
+        }
     except (ValueError, KeyError, TypeError) as bad:
         if isinstance(bad, ConfigError):
             raise

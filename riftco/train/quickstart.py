@@ -8,9 +8,8 @@ import pathlib
 from dataclasses import dataclass
 
 from ..models import generate, smollm2_path
-from .checkpoint import checkpoints
 from .config import ConfigError
-from .finetune import ADAPTER, CHECKPOINTS, RUN, Reporter, Result, Run, prepare
+from .finetune import ADAPTER, RUN, Reporter, Result, Run, prepare, read_run
 
 OUTPUT = "riftco-quickstart"
 # Chosen for two CPU cores: one or two minutes of training, well past the point where the skill is learnt.
@@ -63,7 +62,7 @@ def quickstart(output: str = OUTPUT, *, device: str = "auto", reporter: Reporter
     model, held_out = smollm2_path(), samples("pantry_heldout.jsonl")
     folder = pathlib.Path(output)
     resume = (folder / RUN).exists()
-    if resume and (folder / ADAPTER).exists() and _steps(folder) >= int(str(SETTINGS["steps"])):
+    if resume and (folder / ADAPTER).exists() and read_run(folder)["result_step"] >= int(str(SETTINGS["steps"])):
         raise ConfigError(
             f"{output} holds a finished quickstart; ask it something with: riftco generate --model {model} "
             f"--adapter {folder / ADAPTER} --weights nf4 --prompt '...'; or start anew with --output another-folder"
@@ -79,8 +78,3 @@ def quickstart(output: str = OUTPUT, *, device: str = "auto", reporter: Reporter
     question, answer = json.loads(held_out.read_text().splitlines()[0])["messages"]
     run = prepare(given, resume=resume, reporter=reporter)
     return Quickstart(run, question["content"], answer["content"])
-
-
-def _steps(folder: pathlib.Path) -> int:
-    found = checkpoints(folder / CHECKPOINTS)
-    return int(found[-1].name.removeprefix("step-")) if found else 0

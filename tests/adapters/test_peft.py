@@ -91,7 +91,7 @@ def test_seed_and_freezing():
 
 
 def test_refusals(tmp_path):
-    with pytest.raises(AdapterError, match="rank must be a whole number of 1 or more; got 0"):
+    with pytest.raises(AdapterError, match="rank must be a whole number between 1 and 256; got 0"):
         LoraSpec(rank=0)
     with pytest.raises(AdapterError, match="dropout"):
         LoraSpec(dropout=1.0)

@@ -197,6 +197,8 @@ def test_bad_models(riftco, chat, tmp_path):
     ("flags", "text"),
     [
         (("--rank", 0), "--rank must be a whole number of 1 or more; got 0"),
+        (("--rank", 257), "rank must be a whole number between 1 and 256; got 257"),
+        (("--seed", 2**63), "--seed must fit in 64 bits"),
         (("--steps", 0), "--steps must be a whole number of 1 or more"),
         (("--lr", 0), "--lr must be above 0"),
         (("--method", "magic"), "--method must be one of qlora, lora, full; got 'magic'"),
@@ -222,6 +224,49 @@ def test_a_folder_that_is_in_use(riftco, model, chat, tmp_path):
     full.mkdir()
     (full / "x").write_text("")
     assert "is not empty; name a new folder" in refused(riftco, full, *options)
+
+
+class Killed(BaseException):
+    """Stands in for kill -9: nothing catches it."""
+
+
+def killed(*args, **kwargs):
+    raise Killed
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_an_earlier_result_is_not_taken_for_the_last_steps(riftco, model, chat, tmp_path, monkeypatch, method):
+    run = tmp_path / "run"
+    riftco("finetune", "--model", model, "--data", chat, "--output", run, "--method", method, *SMALL, "--steps", 2)
+    file = run / f"{'adapter/adapter_model' if method == 'lora' else 'model/model'}.safetensors"
+    early = load_file(file)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr("riftco.train.finetune.Run._write_result", killed)
+        riftco("finetune", "--resume", "--output", run, "--steps", 4)
+    assert (run / "checkpoints" / "step-00000004").exists()
+    riftco("finetune", "--resume", "--output", run)
+    late = load_file(file)
+    assert any(not torch.equal(late[k], early[k]) for k in late)
+    assert "this run is finished (4 of 4 steps)" in refused(riftco, run, "--resume")
+
+
+def test_a_run_that_was_killed_before_its_first_step_goes_on(riftco, model, chat, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr("riftco.models.Tokenizer.save", killed)
+        riftco("finetune", "--model", model, "--data", chat, "--output", run, *SMALL)
+    rest = riftco("finetune", "--resume", "--output", run, "--log-json")
+    assert [s for s, _, _ in losses(rest)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("change", [{"rank": "4"}, {"model": None}])
+def test_settings_of_a_run_that_cannot_be_meant(riftco, model, chat, tmp_path, change):
+    run = tmp_path / "run"
+    riftco("finetune", "--model", model, "--data", chat, "--output", run, *SMALL)
+    record = json.loads((run / "run.json").read_text())
+    record["config"] = {k: v for k, v in {**record["config"], **change}.items() if v is not None}
+    (run / "run.json").write_text(json.dumps(record))
+    assert "the run's settings cannot be read" in refused(riftco, run, "--resume")
 
 
 def test_a_resume_on_other_data_or_another_base_is_refused(riftco, model, chat, tmp_path):

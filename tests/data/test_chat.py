@@ -112,6 +112,9 @@ BAD = {
     '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}': "'image_url' is not supported",
     '{"messages": [{"role": "user", "content": "x"}], "tools": [{}]}': "'tools' definitions",
     '{"conversations": [{"from": "bird", "value": "x"}]}': "from 'bird' is not known",
+    '{"conversations": [{"from": ["human"], "value": "x"}]}': r"from \['human'\] is not known",
+    '{"messages": [{"role": "assistant", "content": "x", "weight": 1e39}]}': "finite float32 number of 0 or more",
+    '{"messages": [{"role": "assistant", "content": "x", "weight": 1%s}]}' % ("0" * 400): "finite float32 number",
     '{"instruction": "x"}': "'output' must be a string",
     '{"text": ""}': "not empty",
 }

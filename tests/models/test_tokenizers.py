@@ -133,6 +133,14 @@ def test_stop_ids_hold_every_end_of_turn(gguf_tokenizer):
     assert (made.bos_id, made.eos_id, made.pad_id, made.vocabulary_size) == (1, 2, 2, 3 + 256 + len(MERGES))
 
 
+def test_half_a_surrogate_pair_is_no_text(gguf_tokenizer):
+    path, metadata = gguf_tokenizer(**byte_level_vocabulary(MERGES, CONTROL), **SPECIAL, tokenizer__ggml__pre="qwen2")
+    made = Tokenizer(convert(path, metadata))
+    for call in (made.encode, made.encode_with_offsets):
+        with pytest.raises(ModelError, match=r"character 2 of the text is '\\ud83d'"):
+            call("ab\ud83d")
+
+
 def test_chat_rendering_and_its_refusals(gguf_tokenizer):
     path, metadata = gguf_tokenizer(**byte_level_vocabulary(MERGES, CONTROL), **SPECIAL, tokenizer__ggml__pre="qwen2")
     made = Tokenizer(convert(path, metadata))

@@ -177,6 +177,9 @@ def test_damage_is_named(tmp_path):
     weights.write_bytes(data)
     with pytest.raises(CheckpointError, match=r"model.safetensors is missing or changed\); delete this folder"):
         open_checkpoint(folder)
+    (folder / "manifest.json").write_text('{"format": 1}')
+    with pytest.raises(CheckpointError, match=r"manifest\.json names no files"):
+        open_checkpoint(folder)
     (folder / "manifest.json").write_text("{")
     with pytest.raises(CheckpointError, match="is damaged"):
         open_checkpoint(folder)
