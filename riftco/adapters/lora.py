@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -40,13 +41,27 @@ class LoraSpec:
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for what, pattern in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
+            if not isinstance(pattern, Mapping):
+                raise AdapterError(f"{what} must map layer names to numbers; got {pattern!r}")
         for what, rank in [("rank", self.rank), *((f"rank_pattern[{k!r}]", r) for k, r in self.rank_pattern.items())]:
-            if not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
+            if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MAX_RANK:
                 raise AdapterError(f"{what} must be a whole number between 1 and {MAX_RANK}; got {rank!r}")
-        if not 0 <= self.dropout < 1:
-            raise AdapterError(f"dropout must be in [0, 1); got {self.dropout}")
+        for alpha in (self.alpha, *self.alpha_pattern.values()):
+            if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
+                raise AdapterError(f"alpha must be a finite number; got {alpha!r}")
+        if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
+            raise AdapterError(f"dropout must be in [0, 1); got {self.dropout!r}")
         if not self.target_modules:
             raise AdapterError("target_modules is empty; name the layers to adapt, or 'all-linear'")
+        if not isinstance(self.target_modules, (str, tuple)):
+            raise AdapterError(f"target_modules must be a text or a tuple of names; got {self.target_modules!r}")
+        named = [self.target_modules] if isinstance(self.target_modules, str) else []
+        for expression in (*named, *self.rank_pattern, *self.alpha_pattern):
+            try:
+                re.compile(expression)
+            except re.error as bad:
+                raise AdapterError(f"{expression!r} is no regular expression: {bad}") from None
 
     def targets(self, name: str) -> bool:
         """Whether the linear layer `name` carries this adapter."""

@@ -101,16 +101,20 @@ def read_spec(folder: str | os.PathLike) -> LoraSpec:
         config = json.loads((where / CONFIG).read_text())
     except ValueError as bad:
         raise AdapterError(f"{where / CONFIG} is not valid JSON: {bad}") from None
+    if not isinstance(config, dict):
+        raise AdapterError(f"{where / CONFIG} must hold a JSON object; got {type(config).__name__}")
     if config.get("peft_type") != "LORA":
         raise AdapterError(f"{where / CONFIG}: peft_type {config.get('peft_type')!r} is not supported; accepted: LORA")
     for key, off in UNSUPPORTED.items():
         if config.get(key) not in off:
             raise AdapterError(f"{where / CONFIG}: {key}={config[key]!r} is not supported")
+    if missing := [k for k in ("r", "lora_alpha", "target_modules") if config.get(k) is None]:
+        raise AdapterError(f"{where / CONFIG} lacks {', '.join(missing)}")
     targets = config["target_modules"]
     return LoraSpec(
         rank=config["r"],
         alpha=config["lora_alpha"],
-        target_modules=targets if isinstance(targets, str) else tuple(targets),
+        target_modules=tuple(targets) if isinstance(targets, list) else targets,
         dropout=config.get("lora_dropout") or 0.0,
         use_rslora=bool(config.get("use_rslora")),
         rank_pattern=config.get("rank_pattern") or {},

@@ -6,6 +6,7 @@ after a checkpoint was saved.
 
 from __future__ import annotations
 
+import errno
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +27,8 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(*args, **kwargs)
         except (ValueError, OSError, NotImplementedError, OverflowError, ModuleNotFoundError) as error:
-            why, code = error, BAD_INPUT
+            broke = isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
+            why, code = error, FAILED if broke else BAD_INPUT
         except (StepAbandoned, TrainerPoisoned) as error:
             why, code = error, FAILED
         except KeyboardInterrupt as error:

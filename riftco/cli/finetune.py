@@ -63,6 +63,9 @@ def finetune(
 
     shown = reporter(log_json=log_json)
     result = prepare(given, resume=resume, reporter=shown).train()
+    if result.stopped and result.step == result.total_steps:  # in the last evaluation: nothing is left to resume
+        shown.note(f"all {result.step} steps are done, written to {result.weights}; stopped before their evaluation")
+        raise typer.Exit(STOPPED)
     if result.stopped:
         shown.note(
             f"stopped at step {result.step} of {result.total_steps}; "

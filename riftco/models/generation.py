@@ -109,7 +109,9 @@ def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Ge
     """One token id per row of logits [B, V]."""
     if temperature == 0:
         return logits.argmax(-1)
-    probs = (logits.float() / temperature).softmax(-1)
+    logits = logits.float()
+    # below the largest, and no colder than float32 can divide by: nothing overflows on the way to 0
+    probs = ((logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)).softmax(-1)
     if top_p < 1:
         ordered, index = probs.sort(dim=-1, descending=True, stable=True)
         outside = ordered.cumsum(-1) - ordered >= top_p  # the token that crosses top_p still counts

@@ -110,6 +110,22 @@ def test_refusals(tmp_path):
         (tmp_path / "adapter_config.json").write_text(json.dumps({**config, key: value}))
         with pytest.raises(AdapterError, match=key):
             load_adapter(base(), tmp_path)
+    for key, value, says in (
+        ("r", True, "rank must be a whole number"),
+        ("r", None, r"adapter_config\.json lacks r"),
+        ("lora_alpha", "x", "alpha must be a finite number; got 'x'"),
+        ("target_modules", 3, "target_modules must be a text"),
+        ("target_modules", "(", r"'\(' is no regular expression"),
+        ("rank_pattern", {"(": 1}, r"'\(' is no regular expression"),
+        ("alpha_pattern", [1], "alpha_pattern must map layer names to numbers"),
+        ("lora_dropout", "x", "dropout must be in"),
+    ):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({**config, key: value}))
+        with pytest.raises(AdapterError, match=says):
+            load_adapter(base(), tmp_path)
+    (tmp_path / "adapter_config.json").write_text("[]")
+    with pytest.raises(AdapterError, match="must hold a JSON object; got list"):
+        load_adapter(base(), tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     weights = tmp_path / "adapter_model.safetensors"
     state = load_file(weights)

@@ -1,5 +1,6 @@
 """The finetune command on a tiny model: results, resume, interrupts, bad input."""
 
+import errno
 import json
 import os
 import pathlib
@@ -224,6 +225,33 @@ def test_a_folder_that_is_in_use(riftco, model, chat, tmp_path):
     full.mkdir()
     (full / "x").write_text("")
     assert "is not empty; name a new folder" in refused(riftco, full, *options)
+
+
+def test_a_signal_in_the_last_evaluation_leaves_nothing_to_resume(riftco, model, chat, tmp_path, monkeypatch):
+    from riftco.train.finetune import Run
+
+    real = Run._write_result
+
+    def write(self, output):
+        weights = real(self, output)
+        signal.raise_signal(signal.SIGINT)
+        return weights
+
+    monkeypatch.setattr(Run, "_write_result", write)
+    run = tmp_path / "run"
+    done = riftco("finetune", "--model", model, "--data", chat, "--eval", chat, "--output", run, *SMALL, code=130)
+    assert f"all 6 steps are done, written to {run / 'adapter'}; stopped before their evaluation" in done.stdout
+    assert "this run is finished" in refused(riftco, run, "--resume")
+
+
+def test_a_full_disk_is_no_bad_input(riftco, model, chat, tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "there")
+
+    monkeypatch.setattr("riftco.train.finetune.save_checkpoint", full)
+    run = tmp_path / "run"
+    done = riftco("finetune", "--model", model, "--data", chat, "--output", run, *SMALL, code=1)
+    assert done.stderr.strip() == "riftco: there: No space left on device"
 
 
 class Killed(BaseException):

@@ -80,6 +80,11 @@ def test_samples_follow_temperature_and_top_p():
     assert (sample(logits[:3].roll(1, -1), 0.0, 1.0) == 1).all()
 
 
+def test_the_coldest_temperature_takes_the_likeliest_token():
+    logits = torch.tensor([[-3e38, 7.0, 7.001, 3.0]])
+    assert sample(logits, 1e-300, 0.5).item() == sample(logits, 1e-300, 1.0).item() == 2
+
+
 def test_text_comes_in_whole_characters_and_adds_up(tokenizer):
     text = "naïve 日本 🙂 done"
     ids = tokenizer.encode(text)
