@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import torch
 
 from .. import nn
-from ..kernels.lora_linear.op import MAX_RANK
 
 HEAD = "lm_head"  # what "all-linear" leaves out, as PEFT does
 
@@ -45,8 +44,10 @@ class LoraSpec:
             if not isinstance(pattern, Mapping):
                 raise AdapterError(f"{what} must map layer names to numbers; got {pattern!r}")
         for what, rank in [("rank", self.rank), *((f"rank_pattern[{k!r}]", r) for k, r in self.rank_pattern.items())]:
-            if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MAX_RANK:
-                raise AdapterError(f"{what} must be a whole number between 1 and {MAX_RANK}; got {rank!r}")
+            if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= nn.LoRALinear.max_rank:
+                raise AdapterError(
+                    f"{what} must be a whole number between 1 and {nn.LoRALinear.max_rank}; got {rank!r}"
+                )
         for alpha in (self.alpha, *self.alpha_pattern.values()):
             if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
                 raise AdapterError(f"alpha must be a finite number; got {alpha!r}")

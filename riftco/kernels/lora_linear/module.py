@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nf4.module import NF4Linear
-from .op import lora_linear
+from .op import MAX_RANK, lora_linear
 
 
 class LoRALinear(nn.Module):
@@ -18,6 +18,8 @@ class LoRALinear(nn.Module):
     base(x). scale is alpha / rank, or alpha / sqrt(rank) with `use_rslora`. Adapters are float32 unless `dtype` says
     otherwise, whatever the base's dtype. State keys: base_layer.*, lora_A.weight, lora_B.weight, as in PEFT files.
     """
+
+    max_rank = MAX_RANK
 
     def __init__(
         self,
