@@ -43,6 +43,10 @@ class Rope:
         lacking = [n for n in _NEEDS.get(self.kind, ()) if self.scaling.get(n) is None]
         if lacking:
             raise ModelError(f"config: rope_type {self.kind!r} needs {', '.join(lacking)}")
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+            value = self.scaling.get(name)
+            if value is not None and not (isinstance(value, (int, float)) and 0 < value < math.inf):
+                raise ModelError(f"config: rope {name} must be a positive number; got {value!r}")
         if self.kind == "longrope":
             short, long = list(self.scaling["short_factor"]), list(self.scaling["long_factor"])
             if short != long or len(short) != self.dim // 2:
@@ -54,7 +58,10 @@ class Rope:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], head_dim: int, default_theta: float) -> Rope:
         """transformers 5 writes `rope_parameters`; 4 writes `rope_theta` and `rope_scaling`."""
-        params = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if not isinstance(given, Mapping):
+            raise ModelError(f"config: rope parameters must be a JSON object; got {given!r}")
+        params = dict(given)
         if any(isinstance(v, Mapping) for v in params.values()):
             raise ModelError(
                 "config: rope parameters per layer type are not supported; accepted: one set for all layers"

@@ -184,3 +184,16 @@ def test_accepted_architectures_name_transformers_classes():
     import transformers
 
     assert all(hasattr(transformers, name) for name in ARCHITECTURES.values())
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ([1], r"rope parameters must be a JSON object; got \[1\]"),
+        ({"rope_type": "linear", "factor": "x"}, "rope factor must be a positive number; got 'x'"),
+        ({"rope_type": "linear", "factor": 0}, "rope factor must be a positive number; got 0"),
+    ],
+)
+def test_rope_parameters_that_cannot_be_meant(given, says):
+    with pytest.raises(ModelError, match=says):
+        Rope.from_hf({"rope_parameters": given}, 16, 1e4)
