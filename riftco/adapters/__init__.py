@@ -1,7 +1,7 @@
 """LoRA and QLoRA over a model's linear layers, and PEFT's adapter folders."""
 
 from .lora import AdapterError, LoraSpec, adapted, apply_lora
-from .peft_files import adapter_state, load_adapter, load_adapter_state, read_spec, save_adapter
+from .peft_files import adapter_state, base_weights_of, load_adapter, load_adapter_state, read_spec, save_adapter
 
 __all__ = [
     "AdapterError",
@@ -9,6 +9,7 @@ __all__ = [
     "adapted",
     "adapter_state",
     "apply_lora",
+    "base_weights_of",
     "load_adapter",
     "load_adapter_state",
     "read_spec",

@@ -16,6 +16,7 @@ from torch import Tensor
 from .lora import AdapterError, LoraSpec, adapted, apply_lora, layers_to_adapt
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+NOTE = "riftco.json"  # beside PEFT's files, which have no place for it
 PREFIX = "base_model.model."
 # Settings that change the arithmetic and are not supported: refused unless they hold the value that means "off".
 UNSUPPORTED: dict[str, tuple] = {
@@ -72,7 +73,14 @@ def peft_config(spec: LoraSpec, base: str) -> dict[str, Any]:
     }
 
 
-def save_adapter(model: torch.nn.Module, spec: LoraSpec, folder: str | os.PathLike, *, base: str = "") -> None:
+def save_adapter(
+    model: torch.nn.Module,
+    spec: LoraSpec,
+    folder: str | os.PathLike,
+    *,
+    base: str = "",
+    base_weights: str | None = None,
+) -> None:
     """Write the model's adapter as a PEFT folder; each file appears whole or not at all.
 
     Args:
@@ -80,16 +88,32 @@ def save_adapter(model: torch.nn.Module, spec: LoraSpec, folder: str | os.PathLi
         spec: the specification it was made with.
         folder: created if missing.
         base: what PEFT should load as the base model (a name or a path).
+        base_weights: "nf4" where the adapter was trained over a quantised base; kept in riftco.json.
     """
     where = pathlib.Path(folder)
     where.mkdir(parents=True, exist_ok=True)
     weights, config = where / f".{WEIGHTS}.tmp", where / f".{CONFIG}.tmp"
     save_file(adapter_state(model), weights, metadata={"format": "pt"})
     config.write_text(json.dumps(peft_config(spec, base), indent=2) + "\n")
-    for temporary, name in ((weights, WEIGHTS), (config, CONFIG)):
+    files = [(weights, WEIGHTS), (config, CONFIG)]
+    if base_weights is not None:
+        files.append((where / f".{NOTE}.tmp", NOTE))
+        files[-1][0].write_text(json.dumps({"base_weights": base_weights}) + "\n")
+    for temporary, name in files:
         with open(temporary, "rb") as f:
             os.fsync(f.fileno())
         os.replace(temporary, where / name)
+
+
+def base_weights_of(folder: str | os.PathLike) -> str | None:
+    """How the base was held while the adapter was trained, where the folder says so."""
+    note = pathlib.Path(folder) / NOTE
+    if not note.is_file():
+        return None
+    try:
+        return json.loads(note.read_text())["base_weights"]
+    except (ValueError, KeyError, TypeError):
+        raise AdapterError(f"{note} is damaged; delete it, or give the weights by hand") from None
 
 
 def read_spec(folder: str | os.PathLike) -> LoraSpec:

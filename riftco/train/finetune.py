@@ -174,10 +174,13 @@ class Run:
 
     def _write_weights(self, folder: pathlib.Path) -> None:
         if self.spec is not None:
-            save_adapter(self.model, self.spec, folder, base=self.config.model)
+            save_adapter(self.model, self.spec, folder, base=self.config.model, base_weights=self._base_weights())
         else:
             trained = {n: p.detach().cpu().contiguous() for n, p in self.model.named_parameters()}
             save_file(trained, folder / FULL_WEIGHTS)
+
+    def _base_weights(self) -> str | None:
+        return "nf4" if self.config.method == "qlora" else None
 
     def _result(self, output: pathlib.Path) -> pathlib.Path:
         weights = self._write_result(output)
@@ -187,7 +190,9 @@ class Run:
 
     def _write_result(self, output: pathlib.Path) -> pathlib.Path:
         if self.spec is not None:
-            save_adapter(self.model, self.spec, output / ADAPTER, base=self.config.model)
+            save_adapter(
+                self.model, self.spec, output / ADAPTER, base=self.config.model, base_weights=self._base_weights()
+            )
             return output / ADAPTER
         if (output / MODEL).exists():
             shutil.rmtree(output / MODEL)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import explain
-from ..adapters import load_adapter
+from ..adapters import base_weights_of, load_adapter
 from ..data import DataError, Loader, load_examples
 from ..models import Decoder, Tokenizer, load_model, load_tokenizer
 from ..models.load import open_source
@@ -27,7 +27,12 @@ class Loaded:
 
 
 def load(path: str, *, adapter: str | None = None, weights: str = "auto", device: str = "auto") -> Loaded:
-    """A model ready for use, with an adapter on it where one is named."""
+    """A model ready for use, with an adapter on it where one is named.
+
+    "auto" holds the weights as they were while the adapter was trained, where its folder says so.
+    """
+    if weights == "auto" and adapter is not None:
+        weights = base_weights_of(adapter) or "auto"
     where = pick_device(device)
     model, tokenizer = load_model(path, weights=weights, device=where)
     assert tokenizer is not None  # only with_tokenizer=False leaves it out

@@ -6,7 +6,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from riftco.adapters import AdapterError, LoraSpec, adapted, apply_lora, load_adapter, read_spec, save_adapter
+from riftco.adapters import (
+    AdapterError,
+    LoraSpec,
+    adapted,
+    apply_lora,
+    base_weights_of,
+    load_adapter,
+    read_spec,
+    save_adapter,
+)
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -88,6 +97,18 @@ def test_seed_and_freezing():
     a, b, c = (next(iter(adapted(m).values())).lora_A.weight for m in (first, second, third))
     assert torch.equal(a, b) and not torch.equal(a, c)
     assert all("lora_" in n for n, p in first.named_parameters() if p.requires_grad)
+
+
+def test_how_the_base_was_held_is_kept_beside_the_adapter(tmp_path):
+    model, spec = base(), LoraSpec(rank=2)
+    apply_lora(model, spec)
+    save_adapter(model, spec, tmp_path / "plain")
+    save_adapter(model, spec, tmp_path / "quantised", base_weights="nf4")
+    assert base_weights_of(tmp_path / "plain") is None and base_weights_of(tmp_path / "quantised") == "nf4"
+    peft.PeftModel.from_pretrained(base(), tmp_path / "quantised")
+    (tmp_path / "quantised" / "riftco.json").write_text("[]")
+    with pytest.raises(AdapterError, match="is damaged"):
+        base_weights_of(tmp_path / "quantised")
 
 
 def test_refusals(tmp_path):
