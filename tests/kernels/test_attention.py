@@ -449,3 +449,15 @@ def test_planted_float16_range_bugs():
         device = next(d for d in support.DEVICES if d.name == ("cuda" if torch.cuda.is_available() else "cpu-triton"))
         with support.mutant(CUDA, old, new), pytest.raises(AssertionError):
             test_float16_gradients_of_a_tiny_upstream(device, None)
+
+
+def test_bounds_that_are_not_there_touch_no_foreign_memory():
+    device = next(d for d in support.DEVICES if d.name == "cpu-triton")
+    if not device.available:
+        pytest.skip(f"cpu-triton: {device.why_not}")
+    q, k, v = (torch.randn(4, 1, 8, dtype=torch.float16, requires_grad=True) for _ in range(3))
+    cu = torch.tensor([-5, 90], dtype=torch.int32)
+    with device.use():
+        out = attention(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=9, max_seqlen_k=9)
+        out.sum().backward()
+    assert out.isfinite().all() and q.grad.isfinite().all()

@@ -461,3 +461,16 @@ def test_planted_bugs(old, new, case):
 )
 def test_planted_bugs_on_the_cpu(old, new, case):
     support.assert_caught(cases, "riftco.kernels.lora_linear.cpu", old, new, case, device="cpu")
+
+
+def test_rows_that_are_not_there_touch_no_foreign_memory():
+    device = next(d for d in support.DEVICES if d.name == "cpu-triton")
+    if not device.available:
+        pytest.skip(f"cpu-triton: {device.why_not}")
+    x = torch.randn(3, 8, requires_grad=True)
+    with device.use():
+        y = lora_linear(
+            x, torch.randn(2, 8), torch.randn(1, 8), torch.randn(2, 1), scale=1.0, rows=torch.tensor([1, 1 << 40])
+        )
+        y.sum().backward()
+    assert y.isfinite().all() and x.grad.isfinite().all()

@@ -40,9 +40,10 @@ def _bounds(pos, of_ptr, T, S, cu_q_ptr, cu_k_ptr, n_docs, steps, batch, PACKED:
     if PACKED:
         doc = _document(pos, of_ptr, n_docs, steps)
         inside = (doc >= 0) & (doc < n_docs)
-        q0 = tl.load(cu_q_ptr + doc, mask=inside, other=0).to(tl.int32)
+        # bounds that are not there are moved inside: no foreign memory
+        q0 = tl.maximum(tl.load(cu_q_ptr + doc, mask=inside, other=0).to(tl.int32), 0)
         q1 = tl.minimum(tl.load(cu_q_ptr + doc + 1, mask=inside, other=0).to(tl.int32), T)
-        k0 = tl.load(cu_k_ptr + doc, mask=inside, other=0).to(tl.int32)
+        k0 = tl.maximum(tl.load(cu_k_ptr + doc, mask=inside, other=0).to(tl.int32), 0)
         k1 = tl.minimum(tl.load(cu_k_ptr + doc + 1, mask=inside, other=0).to(tl.int32), S)
     else:
         q0 = tl.zeros_like(pos)
@@ -198,7 +199,7 @@ def _attention_range(
     stop = start + T
     base = h * T
     if PACKED:
-        start = tl.load(cu_q_ptr + doc).to(tl.int64)
+        start = tl.maximum(tl.load(cu_q_ptr + doc).to(tl.int64), 0)
         stop = tl.minimum(tl.load(cu_q_ptr + doc + 1).to(tl.int64), T)
     else:
         base += doc * H * T

@@ -21,21 +21,22 @@ SPLIT_ROWS = 256  # fewest rows worth a partial sum
 
 
 @triton.jit
-def _row(rows_ptr, m, M, HAS_ROWS: tl.constexpr):
-    """The flattened row of position m."""
+def _row(rows_ptr, m, M, lines, HAS_ROWS: tl.constexpr):
+    """The flattened row of position m. A row that is not there is taken for the nearest that is: no foreign memory."""
     if HAS_ROWS:
-        return tl.load(rows_ptr + m, mask=m < M, other=0)
+        return tl.minimum(tl.maximum(tl.load(rows_ptr + m, mask=m < M, other=0), 0), lines - 1)
     return m
 
 
 @triton.jit
 def _down(
     in_ptr, keep_ptr, rows_ptr, w_ptr, out_ptr, inner, stride_o, stride_i, stride_c, stride_wr, stride_wc, factor,
-    M, C, R, HAS_KEEP: tl.constexpr, HAS_ROWS: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr,
+    M, C, R, lines, HAS_KEEP: tl.constexpr, HAS_ROWS: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
+    BR: tl.constexpr,
 ):  # fmt: skip
     """out [M, R] = factor * masked(in)[M, C] w[R, C]^T, in w's dtype."""
     m = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    row = _row(rows_ptr, m, M, HAS_ROWS)
+    row = _row(rows_ptr, m, M, lines, HAS_ROWS)
     r = tl.arange(0, BR)
     line_ptr = in_ptr + (row // inner) * stride_o + (row % inner) * stride_i
     acc = tl.zeros([BM, BR], tl.float32)
@@ -55,7 +56,7 @@ def _down(
 
 @triton.jit
 def _up(
-    y_ptr, keep_ptr, rows_ptr, xa_ptr, w_ptr, stride_wn, stride_wr, factor, M, N, R,
+    y_ptr, keep_ptr, rows_ptr, xa_ptr, w_ptr, stride_wn, stride_wr, factor, M, N, R, lines,
     HAS_KEEP: tl.constexpr, HAS_ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """y[row, N] += factor * masked(xa [M, R] w[N, R]^T), only in the rows that are listed; y is contiguous."""
@@ -70,7 +71,7 @@ def _up(
             w_ptr + n[None, :] * stride_wn + r[:, None] * stride_wr, mask=(n < N)[None, :] & (r < R)[:, None], other=0.0
         )
         acc += dot(xa, w)
-    row = _row(rows_ptr, m, M, HAS_ROWS)
+    row = _row(rows_ptr, m, M, lines, HAS_ROWS)
     live = (m < M)[:, None] & (n < N)[None, :]
     at = row[:, None] * N + n[None, :]
     acc *= factor
@@ -82,7 +83,7 @@ def _up(
 @triton.jit
 def _grad(
     in_ptr, keep_ptr, rows_ptr, g_ptr, out_ptr, inner, stride_o, stride_i, stride_c, stride_s, stride_or, stride_oc,
-    factor, M, C, R, rows_each, HAS_KEEP: tl.constexpr, HAS_ROWS: tl.constexpr,
+    factor, M, C, R, rows_each, lines, HAS_KEEP: tl.constexpr, HAS_ROWS: tl.constexpr,
     BM: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """out[s, R, C] = factor * sum over the s-th range of rows of g[m, R]^T masked(in)[m, C], in g's dtype."""
@@ -95,7 +96,7 @@ def _grad(
     acc = tl.zeros([BR, BC], tl.float32)
     for start in range(0, rows_each, BM):
         m = s * rows_each + start + tl.arange(0, BM)
-        row = _row(rows_ptr, m, stop, HAS_ROWS)
+        row = _row(rows_ptr, m, stop, lines, HAS_ROWS)
         live = (m < stop)[:, None] & (c < C)[None, :]
         line_ptr = in_ptr + (row // inner) * stride_o + (row % inner) * stride_i
         h = tl.load(line_ptr[:, None] + c[None, :] * stride_c, mask=live, other=0.0)
@@ -173,6 +174,7 @@ def _launch_down(t: Tensor, keep: Tensor | None, rows: Tensor | None, w: Tensor,
     with on(t):
         _down[(triton.cdiv(M, BM),)](
             lines, keep, rows, w, out, inner, stride_o, stride_i, lines.stride(-1), *w.stride(), factor, M, C, R,
+            t.shape[:-1].numel(),
             HAS_KEEP=keep is not None, HAS_ROWS=rows is not None, BM=BM, BC=BLOCK_C, BR=BR, num_stages=2,
         )  # fmt: skip
     return out
@@ -186,7 +188,7 @@ def _launch_up(y: Tensor, keep: Tensor | None, rows: Tensor | None, xa: Tensor, 
     BM = 64 if M > 32 else 32
     with on(y):
         _up[(triton.cdiv(M, BM) * triton.cdiv(N, BLOCK_N),)](
-            y, keep, rows, xa, w, *w.stride(), factor, M, N, R,
+            y, keep, rows, xa, w, *w.stride(), factor, M, N, R, y.shape[:-1].numel(),
             HAS_KEEP=keep is not None, HAS_ROWS=rows is not None, BM=BM, BN=BLOCK_N, BR=BLOCK_R, num_stages=2,
         )  # fmt: skip
 
@@ -207,7 +209,8 @@ def _launch_grad(
     with on(t):
         _grad[(tiles * splits,)](
             lines, keep, rows, g, out, inner, stride_o, stride_i, lines.stride(-1), R * C, stride_or, stride_oc,
-            factor, M, C, R, triton.cdiv(M, splits), HAS_KEEP=keep is not None, HAS_ROWS=rows is not None,
+            factor, M, C, R, triton.cdiv(M, splits), t.shape[:-1].numel(),
+            HAS_KEEP=keep is not None, HAS_ROWS=rows is not None,
             BM=32, BC=BLOCK_N, BR=64 if R > 16 else 16, num_stages=2,
         )  # fmt: skip
     return out.sum(0)
