@@ -1,7 +1,7 @@
 """Every op's public function."""
 
 from .kernels.adam.op import adam_step
-from .kernels.attention.op import attention, scaled_dot_product_attention
+from .kernels.attention import attention, scaled_dot_product_attention
 from .kernels.cross_entropy.op import cross_entropy
 from .kernels.linear_cross_entropy.op import linear_cross_entropy
 from .kernels.lora_linear.op import lora_linear

@@ -77,8 +77,10 @@ def attention(dtype: torch.dtype, D: int, DV: int, packed: bool) -> None:
     q, k = torch.empty(*lead, 256, 4, D, dtype=dtype), torch.empty(*lead, 256, 2, D, dtype=dtype)
     v = torch.empty(*lead, 256, 2, DV, dtype=dtype)
     cu = torch.tensor([0, 100, 256], dtype=torch.int32) if packed else None
-    out, lse = cuda.forward(q, k, v, cu, None, True, None)
-    cuda.backward(torch.empty_like(out), q, k, v, out, lse, cu, None, True, None, True, True, True)
+    tensors, options = (cu, None, None, None, None, None), (None, None, 0, 0.0, 0.0)
+    out, lse = cuda.forward(q, k, v, *tensors, *options)
+    needs = (True, True, True, False, False)
+    cuda.backward(torch.empty_like(out), None, q, k, v, out, lse, *tensors, *options, 0, False, *needs)
 
 
 if __name__ == "__main__":

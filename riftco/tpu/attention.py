@@ -14,8 +14,11 @@ LOWEST = -1e30  # hidden scores; finite, so that a row without keys needs no spe
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, k_lens: Tensor | None,
+    bias: Tensor | None, sinks: Tensor | None, seed: Tensor | None, scale: float | None, left: int | None,
+    right: int | None, softcap: float, dropout_p: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    causal = _plain(left, right, k_lens, bias, sinks, seed, softcap)
     problem = _Blocks(q, k, v, cu_q, cu_k, causal, scale)
     x = problem.queries(q)
     top = x.new_full((*x.shape[:-1], 1), LOWEST)
@@ -32,14 +35,20 @@ def forward(
 
 
 def backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor | None, cu_k: Tensor | None,
-    causal: bool, scale: float | None, need_q: bool, need_k: bool, need_v: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    cu_q: Tensor | None, cu_k: Tensor | None, k_lens: Tensor | None, bias: Tensor | None, sinks: Tensor | None,
+    seed: Tensor | None, scale: float | None, left: int | None, right: int | None, softcap: float, dropout_p: float,
+    kv_grad_start: int, deterministic: bool, need_q: bool, need_k: bool, need_v: bool, need_bias: bool,
+    need_sinks: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    causal = _plain(left, right, k_lens, bias, sinks, seed, softcap, kv_grad_start)
     problem = _Blocks(q, k, v, cu_q, cu_k, causal, scale)
     x, g, o = problem.queries(q), problem.queries(d_out), problem.queries(out)
     log_sum = problem.queries(lse.transpose(-1, -2).unsqueeze(-1))
     log_sum = torch.where(problem.live, log_sum, 0.0)
     delta = (g * o).sum(-1, keepdim=True)
+    if d_lse is not None:
+        delta = delta - torch.where(problem.live, problem.queries(d_lse.transpose(-1, -2).unsqueeze(-1)), 0.0)
     d_x, d_keys, d_values = torch.zeros_like(x), [], []
     for keys, values, see in problem.blocks():
         p = torch.where(see, (x @ keys.mT * problem.scale - log_sum).exp(), 0.0)
@@ -52,7 +61,20 @@ def backward(
                 d_keys.append(d_s.mT @ x)
     d_q = problem.rows(d_x).to(q.dtype) if need_q else q.new_empty(0)
     d_k = problem.key_rows(d_keys, k) if need_k else k.new_empty(0)
-    return d_q, d_k, problem.key_rows(d_values, v) if need_v else v.new_empty(0)
+    d_v = problem.key_rows(d_values, v) if need_v else v.new_empty(0)
+    exponent = spec.dout_exponent(d_out, cu_q) if q.dtype == torch.float16 else q.new_empty(0, dtype=torch.int32)
+    delta = problem.rows(delta).squeeze(-1).transpose(-1, -2).contiguous()
+    return d_q, d_k, d_v, q.new_empty(0), q.new_empty(0), delta, exponent
+
+
+def _plain(left, right, k_lens, bias, sinks, seed, softcap, kv_grad_start=0) -> bool:
+    """causal; refuses by name what is not there."""
+    given = dict(k_lens=k_lens, bias=bias, sinks=sinks, dropout_p=seed, softcap=softcap or None, window=left,
+                 kv_grad_start=kv_grad_start or None)  # fmt: skip
+    lacking = [n for n, value in given.items() if value is not None] + ["window"] * (right not in (None, 0))
+    if lacking:
+        raise NotImplementedError(f"attention: no XLA code yet for {', '.join(lacking)}")
+    return right == 0
 
 
 class _Blocks:
@@ -65,7 +87,7 @@ class _Blocks:
         self.scale = spec.softmax_scale(q, scale)
         self.acc = torch.promote_types(q.dtype, torch.float32)
         self.cu_q, self.cu_k = cu_q, cu_q if cu_k is None else cu_k
-        lo, hi = spec.key_range(self.T, self.S, cu_q, cu_k, causal, q.device, _document_of)
+        lo, hi = spec.key_range(self.T, self.S, cu_q, cu_k, None, None, 0 if causal else None, q.device, _document_of)
         self.lo, self.hi = (t.int().repeat_interleave(self.G).unsqueeze(-1) for t in (lo, hi))
         self.live = self.hi > self.lo
         self.k, self.v = self._heads_first(k, self.cu_k), self._heads_first(v, self.cu_k)

@@ -7,9 +7,9 @@ from .._cases import Case
 from . import spec
 from .op import attention
 
-GRADS = ("q", "k", "v")
+GRADS = ("q", "k", "v", "bias", "sinks")
 # P enters two matmuls in the inputs' 16 bits (out, d_v), dS two (d_q, d_k); D = sum(dO O) reads the stored, rounded O
-ROUNDINGS = {"out": 1, "d_v": 1, "d_q": 2, "d_k": 2}
+ROUNDINGS = {"out": 1, "d_v": 1, "d_q": 2, "d_k": 2, "d_bias": 1, "d_sinks": 1}
 CASES = (
     Case("one row", dict(B=1, T=1, S=3, H=1, K=1, D=8, DV=8)),
     Case("odd sizes", dict(B=2, T=37, S=41, H=3, K=1, D=24, DV=24)),
@@ -36,6 +36,49 @@ CASES = (
         dict(causal=True, cu_q=(0, 1, 2, 3, 70, 70, 131), spoil=True),
     ),
 )
+OPTION_CASES = (
+    Case("window", dict(B=2, T=70, S=90, H=2, K=1, D=16, DV=16), dict(window=(20, 5))),
+    Case(
+        "window, causal, a few keys a row",
+        dict(B=1, T=150, S=150, H=2, K=2, D=64, DV=64),
+        dict(window=(3, None), causal=True),
+    ),
+    Case("window, rows without keys", dict(B=1, T=80, S=20, H=2, K=1, D=16, DV=16), dict(window=(7, 4))),
+    Case(
+        "packed, window",
+        dict(T=140, S=140, H=3, K=1, D=24, DV=24),
+        dict(causal=True, window=(16, None), cu_q=(0, 1, 2, 3, 70, 70, 131), spoil=True),
+    ),
+    Case("softcap", dict(B=1, T=35, S=50, H=4, K=2, D=32, DV=32), dict(causal=True, softcap=1.5)),
+    Case("sinks", dict(B=2, T=33, S=20, H=4, K=2, D=16, DV=16), dict(causal=True, sinks=True)),
+    Case("packed, sinks", dict(T=60, S=60, H=2, K=1, D=16, DV=16), dict(sinks=True, cu_q=(0, 20, 20, 55), spoil=True)),
+    Case("bias", dict(B=2, T=37, S=41, H=4, K=2, D=16, DV=16), dict(bias=(2, 4, 37, 41))),
+    Case(
+        "bias for all heads, -inf in it",
+        dict(B=2, T=37, S=41, H=4, K=2, D=16, DV=16),
+        dict(bias=(2, 1, 37, 41), hidden=True),
+    ),
+    Case("bias a key", dict(B=2, T=37, S=70, H=4, K=2, D=16, DV=16), dict(bias=(2, 1, 1, 70), softcap=2.0)),
+    Case("bias a row", dict(B=1, T=70, S=20, H=2, K=2, D=16, DV=16), dict(bias=(1, 2, 70, 1), sinks=True)),
+    Case("mask", dict(B=2, T=37, S=41, H=2, K=1, D=16, DV=16), dict(mask=(2, 1, 37, 41))),
+    Case("key lengths", dict(B=3, T=20, S=50, H=2, K=1, D=16, DV=16), dict(causal=True, k_lens=(50, 9, 0), spoil=True)),
+    Case(
+        "key lengths, window",
+        dict(B=2, T=20, S=50, H=2, K=1, D=16, DV=16),
+        dict(window=(8, 3), k_lens=(41, 18), spoil=True),
+    ),
+    Case(
+        "gradients of the last keys",
+        dict(B=1, T=64, S=150, H=4, K=2, D=32, DV=32),
+        dict(causal=True, kv_grad_start=113),
+    ),
+    Case("dropout", dict(B=2, T=33, S=40, H=4, K=2, D=16, DV=16), dict(causal=True, dropout_p=0.3)),
+    Case(
+        "packed, dropout",
+        dict(T=60, S=60, H=2, K=1, D=16, DV=16),
+        dict(dropout_p=0.5, cu_q=(0, 20, 20, 55), spoil=True),
+    ),
+)
 BENCH = (
     Case("SmolLM2", dict(B=4, T=2048, S=2048, H=9, K=3, D=64, DV=64), dict(causal=True)),
     Case("Llama 3 8B", dict(B=1, T=8192, S=8192, H=32, K=8, D=128, DV=128), dict(causal=True)),
@@ -52,31 +95,65 @@ def make_inputs(case: Case, generator: torch.Generator) -> dict[str, Tensor]:
         if name in case.options:
             dtype = torch.int64 if case.options.get("int64") else torch.int32
             inputs[name] = torch.tensor(case.options[name], dtype=dtype)
-    if case.options.get("spoil"):
+    extra = case.options
+    for name in ("bias", "mask"):
+        if name in extra:
+            inputs[name] = torch.randn(extra[name], generator=generator, dtype=torch.float64)
+    if extra.get("hidden"):
+        inputs["bias"][..., 1::3] = -torch.inf
+        inputs["bias"][:, :, 5] = -torch.inf
+    if "mask" in inputs:
+        inputs["mask"] = inputs["mask"] > 0.0
+        inputs["mask"][:, :, 3] = False
+    if extra.get("sinks"):
+        inputs["sinks"] = torch.randn(H, generator=generator, dtype=torch.float64)
+    if "k_lens" in extra:
+        inputs["k_lens"] = torch.tensor(extra["k_lens"], dtype=torch.int32)
+        for b, length in enumerate(extra["k_lens"]) if extra.get("spoil") else ():
+            inputs["k"][b, length:] = inputs["v"][b, length:] = torch.nan
+    elif extra.get("spoil"):
         for name, cu in (("q", "cu_q"), ("k", "cu_k"), ("v", "cu_k")):
             inputs[name][int(inputs.get(cu, inputs["cu_q"])[-1]) :] = torch.nan
     return inputs
 
 
 def exercises(case: Case, inputs: dict[str, Tensor]) -> bool:
-    """Rows see keys; causal and packed cases hide some keys from some rows."""
-    see = spec.visible(case.shape["T"], case.shape["S"], *_documents(inputs), _causal(case), inputs["q"].device)
-    limited = _causal(case) or "cu_q" in inputs
+    """Rows see keys; cases that limit them hide some keys from some rows."""
+    cu_q, cu_k, k_lens, _, _ = _tensors(inputs)
+    _, left, right, _, _ = _options(case)
+    see = spec.visible(inputs["q"], inputs["k"], cu_q, cu_k, k_lens, left, right)
+    limited = bool(case.options.keys() & {"causal", "cu_q", "window", "k_lens"})
     return bool(see.any()) and bool(see.all()) != limited
 
 
-def _documents(inputs: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    return inputs.get("cu_q"), inputs.get("cu_k")
+def _tensors(inputs: dict[str, Tensor]) -> tuple[Tensor | None, ...]:
+    """cu_q, cu_k, k_lens, bias, sinks."""
+    bias = inputs.get("bias", inputs.get("mask"))
+    return inputs.get("cu_q"), inputs.get("cu_k"), inputs.get("k_lens"), bias, inputs.get("sinks")
 
 
-def _causal(case: Case) -> bool:
-    return bool(case.options.get("causal", False))
+def _options(case: Case) -> tuple[float | None, int | None, int | None, float, float]:
+    """scale, left, right, softcap, dropout_p."""
+    o = case.options
+    left, right = o.get("window", (None, None))
+    return o.get("scale"), left, 0 if o.get("causal") else right, o.get("softcap", 0.0), o.get("dropout_p", 0.0)
 
 
-def call(inputs: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
+def _seed(case: Case, device: torch.device) -> Tensor | None:
+    """What `attention` draws after torch.manual_seed(0)."""
+    torch.manual_seed(0)
+    return torch.randint(1 << 62, (1,), device=device) if case.options.get("dropout_p") else None
+
+
+def call(inputs: dict[str, Tensor], case: Case, impl: str | None = None) -> dict[str, Tensor]:
+    cu_q, cu_k, k_lens, bias, sinks = _tensors(inputs)
+    scale, _, _, softcap, dropout_p = _options(case)
+    torch.manual_seed(0)
     out, lse = attention(
-        inputs["q"], inputs["k"], inputs["v"], causal=_causal(case), scale=case.options.get("scale"),
-        cu_seqlens_q=inputs.get("cu_q"), cu_seqlens_k=inputs.get("cu_k"), return_lse=True,
+        inputs["q"], inputs["k"], inputs["v"], causal=bool(case.options.get("causal")), scale=scale,
+        window=case.options.get("window", (None, None)), softcap=softcap, sinks=sinks, bias=bias, dropout_p=dropout_p,
+        cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, k_lens=k_lens, kv_grad_start=case.options.get("kv_grad_start", 0),
+        return_lse=True, impl=impl,
     )  # fmt: skip
     return {"out": out, "lse": lse}
 
@@ -86,30 +163,35 @@ class _Spec(torch.autograd.Function):
     not cancel against dP as in autograd's softmax) is what the budgets are measured by."""
 
     @staticmethod
-    def forward(ctx, q, k, v, cu_q, cu_k, causal, scale):
-        out, lse = spec.forward(q, k, v, cu_q, cu_k, causal, scale)
-        ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k)
-        ctx.mark_non_differentiable(lse)
-        ctx.causal, ctx.scale = causal, scale
+    def forward(ctx, q, k, v, bias, sinks, cu_q, cu_k, k_lens, seed, start, *options):
+        out, lse = spec.forward(q, k, v, cu_q, cu_k, k_lens, bias, sinks, seed, *options)
+        ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k, k_lens, bias, sinks, seed)
+        ctx.start, ctx.options = start, options
         return out, lse
 
     @staticmethod
-    def backward(ctx, d_out, _d_lse):
-        q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
-        grads = spec.backward(d_out, q, k, v, out, lse, cu_q, cu_k, ctx.causal, ctx.scale, True, True, True)
-        return *grads, None, None, None, None
+    def backward(ctx, d_out, d_lse):
+        need = ctx.needs_input_grad[:5]
+        tensors, options = ctx.saved_tensors, ctx.options
+        grads: tuple = spec.backward(d_out, d_lse, *tensors, *options, ctx.start, True, *need)  # type: ignore[call-arg]
+        d_q, d_k, d_v, *rest = (g if n else None for g, n in zip(grads, need))
+        d_k, d_v = (g if g is None else torch.nn.functional.pad(g, (0, 0, 0, 0, ctx.start, 0)) for g in (d_k, d_v))
+        return d_q, d_k, d_v, *rest, *(None,) * 10
 
 
 def reference(inputs: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
-    cu = _documents(inputs)
-    out, lse = _Spec.apply(inputs["q"], inputs["k"], inputs["v"], *cu, _causal(case), case.options.get("scale"))
+    cu_q, cu_k, k_lens, bias, sinks = _tensors(inputs)
+    out, lse = _Spec.apply(
+        inputs["q"], inputs["k"], inputs["v"], bias, sinks, cu_q, cu_k, k_lens, _seed(case, inputs["q"].device),
+        case.options.get("kv_grad_start", 0), *_options(case),
+    )  # fmt: skip
     return {"out": out, "lse": lse}
 
 
 def flops(case: Case) -> int:
     """Two matmuls forward and five backward over the scores that the mask leaves."""
     c = case.shape
-    scores = c.get("B", 1) * c["H"] * c["T"] * c["S"] // (2 if _causal(case) else 1)
+    scores = c.get("B", 1) * c["H"] * c["T"] * c["S"] // (2 if case.options.get("causal") else 1)
     return scores * (2 * (c["D"] + c["DV"]) + 2 * (3 * c["D"] + 2 * c["DV"]))
 
 

@@ -18,8 +18,11 @@ LOG2E = math.log2(math.e)
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, k_lens: Tensor | None,
+    bias: Tensor | None, sinks: Tensor | None, seed: Tensor | None, scale: float | None, left: int | None,
+    right: int | None, softcap: float, dropout_p: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    causal = _plain(left, right, k_lens, bias, sinks, seed, softcap)
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, dtype=torch.float32)
     scale = spec.softmax_scale(q, scale)
@@ -46,11 +49,15 @@ def forward(
 
 
 def backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor | None, cu_k: Tensor | None,
-    causal: bool, scale: float | None, need_q: bool, need_k: bool, need_v: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    cu_q: Tensor | None, cu_k: Tensor | None, k_lens: Tensor | None, bias: Tensor | None, sinks: Tensor | None,
+    seed: Tensor | None, scale: float | None, left: int | None, right: int | None, softcap: float, dropout_p: float,
+    kv_grad_start: int, deterministic: bool, need_q: bool, need_k: bool, need_v: bool, need_bias: bool,
+    need_sinks: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    causal = _plain(left, right, k_lens, bias, sinks, seed, softcap, kv_grad_start)
     d_q, d_k, d_v = (t.new_zeros(t.shape if need else 0) for t, need in ((q, need_q), (k, need_k), (v, need_v)))
-    scale = spec.softmax_scale(q, scale)
+    scale, delta = spec.softmax_scale(q, scale), torch.zeros_like(lse)
     tiling = _Tiling(q, k, cu_q, cu_k, causal)
     for heads in tiling.heads():
         keys, values = heads.keys(k), heads.keys(v)
@@ -59,8 +66,12 @@ def backward(
         for rows in tiling.rows():
             x, g, o = heads.load(q, rows), heads.load(d_out, rows), heads.load(out, rows)
             minus_lse = heads.load_rows(lse, rows).neg()
-            minus_lse.masked_fill_(minus_lse == torch.inf, 0.0)  # a row without keys: its bias alone makes p 0
+            live = minus_lse != torch.inf
+            minus_lse.masked_fill_(~live, 0.0)  # a row without keys: its bias alone makes p 0
             minus_delta = (g * o).sum(-1, keepdim=True).neg_()
+            if d_lse is not None:
+                minus_delta += heads.load_rows(d_lse, rows).masked_fill(~live, 0.0)
+            heads.store_rows(delta, rows, -minus_delta)
             sum_q = torch.zeros_like(x) if need_q else None
             for cols, bias in tiling.keys(rows):
                 s = torch.baddbmm(minus_lse, x, keys[:, cols].mT, alpha=scale)
@@ -81,7 +92,18 @@ def backward(
             heads.store_keys(d_k, sum_k)
         if sum_v is not None:
             heads.store_keys(d_v, sum_v)
-    return d_q, d_k, d_v
+    exponent = spec.dout_exponent(d_out, cu_q) if q.dtype == torch.float16 else q.new_empty(0, dtype=torch.int32)
+    return d_q, d_k, d_v, q.new_empty(0), q.new_empty(0), delta, exponent
+
+
+def _plain(left, right, k_lens, bias, sinks, seed, softcap, kv_grad_start=0) -> bool:
+    """causal; refuses by name what is not there."""
+    given = dict(k_lens=k_lens, bias=bias, sinks=sinks, dropout_p=seed, softcap=softcap or None, window=left,
+                 kv_grad_start=kv_grad_start or None)  # fmt: skip
+    lacking = [n for n, value in given.items() if value is not None] + ["window"] * (right not in (None, 0))
+    if lacking:
+        raise NotImplementedError(f"attention: no kernel yet for {', '.join(lacking)}")
+    return right == 0
 
 
 def _bmm(a: Tensor, b: Tensor, alpha: float) -> Tensor:
@@ -100,7 +122,7 @@ class _Tiling:
     def __init__(self, q: Tensor, k: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, causal: bool):
         (T, H), (S, K) = q.shape[-3:-1], k.shape[-3:-1]
         self.B, self.K, self.G = q.shape[0] if q.dim() == 4 else 1, K, H // K
-        self.lo, self.hi = spec.key_range(T, S, cu_q, cu_k, causal, q.device)
+        self.lo, self.hi = spec.key_range(T, S, cu_q, cu_k, None, None, 0 if causal else None, q.device)
         self.first, self.last = (0, T) if cu_q is None else (int(cu_q[0]), min(int(cu_q[-1]), T))
         width = min(KEYS, max(S, 1))
         pairs = max(1, SCORES // (max(self.G, 1) * 64 * width))  # (batch, key head) pairs in one batched matmul

@@ -8,25 +8,44 @@ import itertools
 import torch
 from torch import Tensor
 
-from .._contract import checks_enabled, define, needs_grad, once_differentiable, same_device
+from .._contract import autocast, checks_enabled, define, needs_grad, once_differentiable, same_device
 from . import spec
 
 HERE = "riftco.kernels.attention"
+OPTIONS = "float? scale, int? left, int? right, float softcap, float dropout_p"
+TENSORS = "Tensor? cu_q, Tensor? cu_k, Tensor? k_lens, Tensor? bias, Tensor? sinks, Tensor? seed"
 
 
-def _fake_fwd(q, k, v, cu_q, cu_k, causal, scale):
+def _fake_fwd(q, k, v, cu_q, cu_k, k_lens, bias, sinks, seed, scale, left, right, softcap, dropout_p):
     acc = torch.promote_types(q.dtype, torch.float32)
     *lead, T, H, _ = q.shape
     return q.new_empty((*lead, T, H, v.shape[-1])), q.new_empty((*lead, H, T), dtype=acc)
 
 
-def _fake_bwd(d_out, q, k, v, out, lse, cu_q, cu_k, causal, scale, need_q, need_k, need_v):
-    return tuple(t.new_empty(t.shape if need else 0) for t, need in ((q, need_q), (k, need_k), (v, need_v)))
+def _fake_bwd(
+    d_out, d_lse, q, k, v, out, lse, cu_q, cu_k, k_lens, bias, sinks, seed, scale, left, right, softcap, dropout_p,
+    kv_grad_start, deterministic, need_q, need_k, need_v, need_bias, need_sinks,
+):  # fmt: skip
+    docs = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
+    exponents = (docs, q.shape[-2]) if q.dtype == torch.float16 else (0,)
+    return (
+        q.new_empty(q.shape if need_q else 0),
+        *(t.new_empty(tail_shape(t, kv_grad_start) if need else 0) for t, need in ((k, need_k), (v, need_v))),
+        q.new_empty(0) if bias is None or not need_bias else bias.new_empty(bias.shape),
+        q.new_empty(0) if sinks is None or not need_sinks else sinks.new_empty(sinks.shape),
+        torch.empty_like(lse),
+        q.new_empty(exponents, dtype=torch.int32),
+    )
+
+
+def tail_shape(t: Tensor, kv_grad_start: int) -> tuple[int, ...]:
+    """Shape of the gradient of k or v: key rows from kv_grad_start on."""
+    return (*t.shape[:-3], t.shape[-3] - kv_grad_start, *t.shape[-2:])
 
 
 fwd = define(
     "attention_fwd",
-    "(Tensor q, Tensor k, Tensor v, Tensor? cu_q, Tensor? cu_k, bool causal, float? scale) -> (Tensor out, Tensor lse)",
+    f"(Tensor q, Tensor k, Tensor v, {TENSORS}, {OPTIONS}) -> (Tensor out, Tensor lse)",
     fake=_fake_fwd,
     spec=f"{HERE}.spec:forward",
     launchers={
@@ -38,8 +57,9 @@ fwd = define(
 )
 bwd = define(
     "attention_bwd",
-    "(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? cu_q, Tensor? cu_k, bool causal, "
-    "float? scale, bool need_q, bool need_k, bool need_v) -> (Tensor d_q, Tensor d_k, Tensor d_v)",
+    f"(Tensor d_out, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {TENSORS}, {OPTIONS}, "
+    "int kv_grad_start, bool deterministic, bool need_q, bool need_k, bool need_v, bool need_bias, bool need_sinks) -> "
+    "(Tensor d_q, Tensor d_k, Tensor d_v, Tensor d_bias, Tensor d_sinks, Tensor delta, Tensor exponent)",
     fake=_fake_bwd,
     spec=f"{HERE}.spec:backward",
     launchers={
@@ -52,23 +72,33 @@ bwd = define(
 
 
 class Attention(torch.autograd.Function):
+    """Saves q, k, v, out and lse (and the caller's own small tensors): scores are recomputed."""
+
     @staticmethod
-    def forward(q, k, v, cu_q, cu_k, causal, scale):
-        return fwd(q, k, v, cu_q, cu_k, causal, scale)
+    def forward(q, k, v, bias, sinks, cu_q, cu_k, k_lens, seed, kv_grad_start, deterministic, *options):
+        return fwd(q, k, v, cu_q, cu_k, k_lens, bias, sinks, seed, *options)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        q, k, v, cu_q, cu_k, ctx.causal, ctx.scale = inputs
-        out, lse = output
-        ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k)
-        ctx.mark_non_differentiable(lse)
+        q, k, v, bias, sinks, cu_q, cu_k, k_lens, seed, ctx.kv_grad_start, ctx.deterministic, *ctx.options = inputs
+        ctx.save_for_backward(q, k, v, *output, cu_q, cu_k, k_lens, bias, sinks, seed)
+        ctx.set_materialize_grads(False)  # lse is rarely used: no zeros for its gradient
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_out, _d_lse):
-        need = ctx.needs_input_grad[:3]
-        grads = bwd(d_out, *ctx.saved_tensors, ctx.causal, ctx.scale, *need)
-        return *(g if n else None for g, n in zip(grads, need)), None, None, None, None
+    def backward(ctx, d_out, d_lse):
+        need = ctx.needs_input_grad[:5]
+        d_out = torch.zeros_like(ctx.saved_tensors[3]) if d_out is None else d_out
+        start = ctx.kv_grad_start
+        grads = bwd(d_out, d_lse, *ctx.saved_tensors, *ctx.options, start, ctx.deterministic, *need)[:5]
+        d_q, d_k, d_v, *rest = (g if n else None for g, n in zip(grads, need))
+        if start:  # autograd wants the shape of k and v
+            d_k, d_v = (g if g is None else torch.cat([_head_rows(g, start), g], -3) for g in (d_k, d_v))
+        return d_q, d_k, d_v, *rest, *(None,) * (6 + len(ctx.options))
+
+
+def _head_rows(g: Tensor, rows: int) -> Tensor:
+    return g.new_zeros((*g.shape[:-3], rows, *g.shape[-2:]))
 
 
 def attention(
@@ -78,16 +108,25 @@ def attention(
     *,
     causal: bool = False,
     scale: float | None = None,
+    window: tuple[int | None, int | None] = (None, None),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    k_lens: Tensor | None = None,
+    kv_grad_start: int = 0,
+    deterministic: bool | None = None,
     return_lse: bool = False,
     impl: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Scaled dot-product attention that never holds a T x S matrix (but for float64, which runs the spec).
 
-    out[t, h] = sum_s softmax_s(scale * q[t, h] . k[s, h // G])  v[s, h // G], with G = H // K query heads a key head.
+    out[t, h] = sum_s softmax_s(s[t, h, s])  v[s, h // G], with G = H // K query heads a key head and
+    s[t, h, s] = cap(scale * q[t, h] . k[s, h // G]) + bias, cap(x) = softcap * tanh(x / softcap) or x.
 
     Args:
         q: [B, T, H, D], or packed [total, H, D] with cu_seqlens_q; float16/bfloat16/float32/float64, any strides
@@ -97,14 +136,30 @@ def attention(
         causal: query row t of a sequence sees the keys s <= t + S - T (aligned at the bottom right). A row that sees
             no key gives 0, lse -inf and zero gradients.
         scale: default D ** -0.5.
+        window: (left, right): row t sees the keys from t + S - T - left to t + S - T + right, as in flash-attn; None
+            or -1 is unlimited. causal makes the right side 0.
+        softcap: > 0 caps the scaled scores at +-softcap.
+        sinks: [H] floating: one more score a head, without a value (it takes its share of the softmax; lse includes
+            it). Differentiable.
+        bias: added to the scores after the softcap; or bool, False hides a key. Broadcastable to [B, H, T, S] (not
+            packed), -inf allowed. Differentiable if floating; its gradient has its own shape.
+        dropout_p: probability of dropping a softmax weight; the rest grow by 1 / (1 - dropout_p). The mask is a
+            function of a seed from torch's generator of q's device and of (head, row, key): the same under any tiling.
         cu_seqlens_q: [documents + 1], int32 or int64, ascending from 0: document n is the rows cu[n] to cu[n + 1].
             Empty documents are fine; rows from cu[-1] on give exactly 0, output and gradients, whatever they hold.
         cu_seqlens_k: the same for k and v; default cu_seqlens_q.
         max_seqlen_q: longest document, as callers of flash-attn have it; only RIFTCO_CHECK=1 reads it: the kernels
             find documents by cu_seqlens alone.
         max_seqlen_k: the same for k.
-        return_lse: also return the log-sum-exp of the scaled scores, [B, H, T] or packed [H, total], float32
-            (float64 for float64), not differentiable.
+        k_lens: [B] int32 or int64, not packed: keys of each sequence, S at most; those beyond do not exist and may hold
+            anything. Causal masks and windows end at k_lens.
+        kv_grad_start: gradients of k and v are wanted for key rows from here on (packed: row numbers of k); those
+            before get 0. Work and workspace shrink with it; out, lse and the gradient of q see every key.
+        deterministic: the same gradients in every run. Default torch.are_deterministic_algorithms_enabled(). Without
+            it the gradient of q may differ in its last bits between runs on GPUs with a kernel that is much faster
+            that way; everything else never does.
+        return_lse: also return the log-sum-exp of the scores, [B, H, T] or packed [H, total], float32 (float64 for
+            float64). Differentiable.
         impl: "spec" runs the plain-torch meaning under autograd (double backward works; holds T x S scores).
 
     Returns:
@@ -115,88 +170,47 @@ def attention(
             cu_seqlens that do not ascend from 0 to at most the number of rows, or a document above max_seqlen.
 
     Under autocast q, k, v are cast to its dtype, as PyTorch does.
-    Devices: cpu and xla (blocked), cuda (Triton), mps (plain torch, holds T x S scores).
+    Devices: cpu and xla (blocked), cuda (Triton; Gluon on Hopper), mps (plain torch, holds T x S scores).
     Numerics: float32 accumulation and softmax; P and dS are rounded once to 16 bit on CUDA for 16-bit inputs; in
-    float16 dO is brought into range by a power of two a document and head, undone exactly. No atomics: equal between
-    runs. A NaN in one document can reach other documents that share a tile of rows with it.
+    float16 dO is brought into range by a power of two a document and head, undone exactly.
     Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2; Milakov & Gimelshein 2018 for the online softmax.
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     if cu_seqlens_k is cu_seqlens_q:
         cu_seqlens_k = None  # Dynamo takes a tensor once; launchers read None as cu_seqlens_q
+    left, right = _window(window, causal)
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k, impl)
+    _check_options(q, k, cu_seqlens_q, k_lens, bias, sinks, softcap, dropout_p, kv_grad_start)
     if checks_enabled():
         check_documents("cu_seqlens_q", cu_seqlens_q, q.shape[0], max_seqlen_q)
         cu_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
         check_documents("cu_seqlens_k", cu_k, k.shape[0], max_seqlen_k)
-    args = (q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale)
+    bias = bias if bias is None or bias.dim() == 4 else bias.reshape((1,) * (4 - bias.dim()) + bias.shape)
+    seed = torch.randint(1 << 62, (1,), device=q.device) if dropout_p else None
+    options = (scale, left, right, softcap, dropout_p)
     if impl == "spec":
-        out, lse = spec.forward(*args)
-        lse = lse.detach()
-    elif needs_grad(q, k, v):
-        out, lse = Attention.apply(*args)
+        if kv_grad_start:
+            k, v = (
+                torch.cat([t[..., :kv_grad_start, :, :].detach(), t[..., kv_grad_start:, :, :]], -3) for t in (k, v)
+            )
+        out, lse = spec.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, k_lens, bias, sinks, seed, *options)
+    elif needs_grad(q, k, v, bias, sinks):
+        deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+        out, lse = Attention.apply(
+            q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, k_lens, seed, kv_grad_start, deterministic, *options
+        )
     else:
-        out, lse = fwd(*args)
+        out, lse = fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, k_lens, bias, sinks, seed, *options)
     return (out, lse) if return_lse else out
 
 
-def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """torch.nn.functional.scaled_dot_product_attention's twin.
-
-    query [..., H, T, D], key [..., K, S, D], value [..., K, S, Dv]. `is_causal` is aligned at the top left, as PyTorch
-    defines it (row t sees the keys s <= t). The result is a transposed view of [B, T, H, Dv]. See `attention` for
-    devices and numerics.
-
-    Raises:
-        NotImplementedError: attn_mask or dropout_p, each by name.
-        ValueError: shapes that do not fit; K != H without enable_gqa.
-    """
-    if attn_mask is not None:
-        raise NotImplementedError("scaled_dot_product_attention: attn_mask is not supported; see is_causal")
-    if dropout_p != 0.0:
-        raise NotImplementedError(f"scaled_dot_product_attention: dropout_p must be 0.0; got {dropout_p}")
-    if min(query.dim(), key.dim(), value.dim()) < 2 or not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
+def _window(window: tuple[int | None, int | None], causal: bool) -> tuple[int | None, int | None]:
+    if len(window) != 2 or any(side is not None and side < -1 for side in window):
         raise ValueError(
-            "scaled_dot_product_attention: query, key, value must be [..., heads, length, head dim] with equal leading "
-            f"dimensions; got {tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}"
+            f"attention: window must be (left, right), each >= 0, or None or -1 for no limit; got {window}"
         )
-    q, k, v = (_heads_last(t) for t in (query, key, value))
-    if q.shape[2] != k.shape[2] and not enable_gqa:
-        raise ValueError(
-            f"scaled_dot_product_attention: {q.shape[2]} query heads and {k.shape[2]} key heads need enable_gqa=True"
-        )
-    T, S = q.shape[1], k.shape[1]
-    if is_causal and T > S:  # rows past the square see every key
-        square = attention(q[:, :S], k, v, causal=True, scale=scale)
-        out = torch.cat([square, attention(q[:, S:], k, v, scale=scale)], 1)  # type: ignore[list-item]
-    elif is_causal:
-        out = attention(q, k[:, :T], v[:, :T], causal=True, scale=scale)  # type: ignore[assignment]
-    else:
-        out = attention(q, k, v, scale=scale)  # type: ignore[assignment]
-    return out.transpose(1, 2).reshape(*query.shape[:-1], value.shape[-1])
-
-
-def _heads_last(t: Tensor) -> Tensor:
-    """[..., H, T, D] (H may be missing) -> [B, T, H, D]."""
-    t = t.unsqueeze(0) if t.dim() == 2 else t
-    return t.reshape(t.shape[:-3].numel(), *t.shape[-3:]).transpose(1, 2)
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    kind = tensors[0].device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+    left, right = (None if side == -1 else side for side in window)
+    return left, 0 if causal else right
 
 
 def check_documents(name: str, cu: Tensor | None, rows: int, longest: int | None) -> None:
@@ -240,3 +254,29 @@ def _check(q, k, v, cu_q, cu_k, impl) -> None:
     if impl not in (None, "spec"):
         raise ValueError(f"attention: impl must be None or 'spec'; got {impl!r}")
     same_device("attention", q=q, k=k, v=v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+
+
+def _check_options(q, k, cu_q, k_lens, bias, sinks, softcap, dropout_p, kv_grad_start) -> None:
+    T, S, H = q.shape[-3], k.shape[-3], q.shape[-2]
+    if cu_q is not None and (bias is not None or k_lens is not None):
+        raise ValueError("attention: bias and k_lens need [B, T, heads, head dim]; cu_seqlens was given")
+    if k_lens is not None and (k_lens.dtype not in (torch.int32, torch.int64) or k_lens.shape != q.shape[:1]):
+        raise ValueError(
+            f"attention: k_lens must be int32 or int64 [{q.shape[0]}]; got {k_lens.dtype} {tuple(k_lens.shape)}"
+        )
+    if bias is not None:
+        if bias.dtype != torch.bool and not bias.is_floating_point():
+            raise ValueError(f"attention: bias must be bool or floating; got {bias.dtype}")
+        full = (q.shape[0], H, T, S)
+        padded = (1,) * (4 - bias.dim()) + tuple(bias.shape)
+        if len(padded) != 4 or any(b not in (1, f) for b, f in zip(padded, full)):
+            raise ValueError(f"attention: bias must broadcast to [B, H, T, S] = {list(full)}; got {list(bias.shape)}")
+    if sinks is not None and (sinks.shape != (H,) or not sinks.is_floating_point()):
+        raise ValueError(f"attention: sinks must be floating [{H}]; got {sinks.dtype} {tuple(sinks.shape)}")
+    if not softcap >= 0.0:
+        raise ValueError(f"attention: softcap must be >= 0; got {softcap}")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"attention: dropout_p must be in [0, 1); got {dropout_p}")
+    if not 0 <= kv_grad_start <= S:
+        raise ValueError(f"attention: kv_grad_start must be in [0, {S}]; got {kv_grad_start}")
+    same_device("attention", q=q, k_lens=k_lens, bias=bias, sinks=sinks)

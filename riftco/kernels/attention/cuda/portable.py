@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._dot import dot
-from .._launch import on
-from .route import ROW_PRODUCTS, route
-from .spec import softmax_scale
+from ..._dot import dot
+from ..._launch import on
+from ..route import ROW_PRODUCTS, route
+from ..spec import softmax_scale
 
 NEVER = tl.constexpr(1 << 30)
 
@@ -388,15 +388,25 @@ def forward(
 
 
 def backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor | None, cu_k: Tensor | None,
+    d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    cu_q: Tensor | None, cu_k: Tensor | None,
     causal: bool, scale: float | None, need_q: bool, need_k: bool, need_v: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     B, T, S, H, K, docs, steps = _sizes(q, k, cu_q)
     D, DV = q.shape[-1], v.shape[-1]
     shapes = ((q, need_q), (k, need_k), (v, need_v))
     d_q, d_k, d_v = (torch.empty(t.shape if need else 0, dtype=t.dtype, device=t.device) for t, need in shapes)
     if lse.numel() == 0:
-        return d_q, d_k.zero_(), d_v.zero_()
+        exponents = (docs, H) if q.dtype == torch.float16 else (0,)
+        return (
+            d_q,
+            d_k.zero_(),
+            d_v.zero_(),
+            q.new_empty(0),
+            q.new_empty(0),
+            torch.empty_like(lse),
+            q.new_zeros(exponents).int(),
+        )
     way = route(q.dtype, D, DV)
     out, lse = out.contiguous(), lse.contiguous()
     cu_q, cu_k = _starts(cu_q, cu_k)
@@ -413,6 +423,8 @@ def backward(
         _attention_rows[(tiles * H * B,)](
             d_out, out, delta, largest, T, H, tiles, *_strides(d_out), DV=DV, PAD_V=way.Dv, M=rows, SCALED=scaled
         )
+        if d_lse is not None:
+            delta -= d_lse.masked_fill(lse == -torch.inf, 0.0)
         if scaled:
             _attention_range[(docs * H,)](
                 largest, row_scale, doc_scale, cu_q, T, H, PACKED=cu_q is not None, BLOCK=1024
@@ -431,7 +443,8 @@ def backward(
                 q, k, v, d_out, d_q, lse, delta, row_scale, cu_q, cu_k, T, S, H, H // K, tiles, docs, steps,
                 scale, *strides, M=M, N=N, **shared, num_warps=warps, num_stages=stages,
             )  # fmt: skip
-    return d_q, d_k, d_v
+    exponent = doc_scale.frexp().exponent - 1 if scaled else q.new_empty(0, dtype=torch.int32)
+    return d_q, d_k, d_v, q.new_empty(0), q.new_empty(0), delta, exponent
 
 
 def _starts(cu_q: Tensor | None, cu_k: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
