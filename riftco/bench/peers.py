@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -199,10 +200,18 @@ def _flex(cases) -> Call:
 
 def _flash(module: str) -> Callable[..., Call]:
     def make(cases) -> Call:
-        function = importlib.import_module(module).flash_attn_func
+        library = importlib.import_module(module)
 
         def call(inputs, case):
-            out = function(*(inputs[n] for n in "qkv"), causal=bool(case.options.get("causal")))
+            tensors, options = [inputs[n] for n in "qkv"], {"causal": bool(case.options.get("causal"))}
+            if "window" in case.options:
+                options["window_size"] = case.options["window"]
+            if "cu_q" in inputs:
+                longest = max(b - a for a, b in itertools.pairwise(case.options["cu_q"]))
+                names = ("cu_seqlens_q", "cu_seqlens_k"), ("max_seqlen_q", "max_seqlen_k")
+                options |= dict.fromkeys(names[0], inputs["cu_q"]) | dict.fromkeys(names[1], longest)
+            function = library.flash_attn_varlen_func if "cu_q" in inputs else library.flash_attn_func
+            out = function(*tensors, **options)
             return {"out": out[0] if isinstance(out, tuple) else out}
 
         return call
@@ -269,8 +278,8 @@ PEERS: dict[str, tuple[Peer, ...]] = {
         Peer("sdpa flash 2", _sdpa("FLASH_ATTENTION"), (), GPU, ("causal",)),
         Peer("sdpa cuDNN", _sdpa("CUDNN_ATTENTION"), (), GPU, ("causal",)),
         Peer("FlexAttention", _flex, (), GPU, ("causal",)),
-        Peer("flash-attn", _flash("flash_attn"), ("flash_attn",), GPU, ("causal",)),
-        Peer("flash-attn 4", _flash("flash_attn.cute"), ("flash_attn.cute",), GPU, ("causal",)),
+        Peer("flash-attn", _flash("flash_attn"), ("flash_attn",), GPU, ("causal", "cu_q")),
+        Peer("flash-attn 4", _flash("flash_attn.cute"), ("flash_attn.cute",), GPU, ("causal", "cu_q", "window")),
     ),
     "nf4": (
         Peer("plain torch", lambda cases: cases.reference),

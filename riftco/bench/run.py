@@ -115,7 +115,9 @@ class Truth:
         self.oracle, self.near = (self._run(cases.reference, d) for d in (torch.float64, torch.float32))
 
     def _run(self, call: Callable, dtype: torch.dtype) -> dict[str, Tensor]:
-        return _check.outputs_and_grads(call, self.cases, self.case, _check.to(self.inputs, dtype, self.device))
+        inputs = _check.to(self.inputs, dtype, self.device)
+        trained = getattr(self.cases, "TRAINED", None)  # peers' other outputs have no gradient
+        return _check.outputs_and_grads(call, self.cases, self.case, inputs, trained)
 
     def error_of(self, call: Callable, slack: float = 1.0) -> float:
         """The largest error of a call over the largest value; it may leave outputs out. Raises OutOfBudget."""
@@ -165,7 +167,8 @@ def red_cases(cases, target: Target, dtype: torch.dtype) -> list[str]:
 
 
 def passes_of(cases, call: Callable, case: Case, inputs: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
-    """What is timed: the forward without gradients, and forward + backward where the op has gradients."""
+    """What is timed: the forward without gradients and, where the op has gradients, forward + backward; where the room
+    says what part of its work the forward is, also the backward alone, of one forward again and again."""
 
     def forward() -> object:
         with torch.no_grad():
@@ -175,15 +178,26 @@ def passes_of(cases, call: Callable, case: Case, inputs: dict[str, Tensor]) -> d
     if not leaves:
         return {"forward": forward}
     upstream: dict[str, Tensor] = {}
+    kept: dict[str, Tensor] = {}
 
-    def both() -> object:
-        out = {k: v for k, v in call(inputs, case).items() if v.requires_grad}
+    def run() -> dict[str, Tensor]:
+        found = call(inputs, case)
+        out = {k: v for k, v in found.items() if k in getattr(cases, "TRAINED", found) and v.requires_grad}
         for k, v in out.items():
-            if k not in upstream:
-                upstream[k] = torch.ones_like(v)
-        return torch.autograd.grad(list(out.values()), leaves, [upstream[k] for k in out])
+            if k not in upstream:  # a loss gets 1, as from .backward(); all else random numbers
+                upstream[k] = torch.randn_like(v) if v.dim() else torch.ones_like(v)
+        return out
 
-    return {"forward": forward, "forward+backward": both}
+    def gradients(out: dict[str, Tensor], **how) -> object:
+        return torch.autograd.grad(list(out.values()), leaves, [upstream[k] for k in out], **how)
+
+    def backward() -> object:
+        if not kept:
+            kept.update(run())
+        return gradients(kept, retain_graph=True)
+
+    alone = {"backward": backward} if hasattr(cases, "forward_flops") else {}
+    return {"forward": forward, **alone, "forward+backward": lambda: gradients(run())}
 
 
 def bench_case(cases, case: Case, peers: tuple[Peer, ...], dtype: torch.dtype, target: Target, seconds: float):
@@ -225,7 +239,8 @@ def bench_case(cases, case: Case, peers: tuple[Peer, ...], dtype: torch.dtype, t
                 row.update(status="failed", why=broken[e.name])
             elif e.name in runnable:
                 row["peak_bytes"] = peaks[e.name]
-                row.update(_rates(cases, case, dtype, which == passes[-1], e.name, eager, times, graphs))
+                row.update(_times(e.name, eager, times, graphs))
+                row.update(_rates(cases, case, dtype, which, which == passes[-1], row.get("median_ms")))
                 if red:
                     row["why"] = "not timed: riftco is wrong here"
                 elif not target.timed:
@@ -247,25 +262,34 @@ def _graph_times(runnable, eager, device: str, seconds: float):
     return (timing.interleaved(replays, device, seconds) if replays else {}), why
 
 
-def _rates(cases, case: Case, dtype: torch.dtype, whole: bool, name: str, eager, times, graphs) -> dict[str, Any]:
+def _times(name: str, eager, times, graphs) -> dict[str, Any]:
     if name not in eager:
         return {}
     t = times.get(name, eager[name])
-    row: dict[str, Any] = {
+    return {
         "median_ms": t.median_ms, "p10_ms": t.p10_ms, "p90_ms": t.p90_ms, "launches": t.launches,
         "launched_by": "graph" if name in times else "eager", "eager_ms": eager[name].median_ms,
         "why": graphs.get(name, ""),
     }  # fmt: skip
-    if whole:  # flops and bytes_moved count all that the op does
-        row["tflop_s"] = cases.flops(case) / t.median_ms / 1e9
-        row["gb_s"] = cases.bytes_moved(case, dtype) / t.median_ms / 1e6
-    return row
+
+
+def _rates(cases, case: Case, dtype: torch.dtype, which: str, whole: bool, ms: float | None) -> dict[str, float]:
+    """flops and bytes_moved count all that the op does, forward_flops the forward's share."""
+    if ms is None:
+        return {}
+    if whole:
+        return {"tflop_s": cases.flops(case) / ms / 1e9, "gb_s": cases.bytes_moved(case, dtype) / ms / 1e6}
+    if not hasattr(cases, "forward_flops"):
+        return {}
+    forward = cases.forward_flops(case)
+    return {"tflop_s": (forward if which == "forward" else cases.flops(case) - forward) / ms / 1e9}
 
 
 def show(row: dict[str, Any]) -> str:
     ms = f"{row['median_ms']:10.3f} ms" if row.get("median_ms") is not None else f"{row['status']:>13s}"
     spread = f" ({row['p10_ms']:.3f}-{row['p90_ms']:.3f})" if row.get("median_ms") is not None else ""
-    rate = f" {row['tflop_s']:8.4g} TFLOP/s {row['gb_s']:8.4g} GB/s" if row.get("tflop_s") is not None else ""
+    rates = (("tflop_s", "TFLOP/s"), ("gb_s", "GB/s"))
+    rate = "".join(f" {row[n]:8.4g} {unit}" for n, unit in rates if row.get(n) is not None)
     peak = f" peak {row['peak_bytes'] / 2**20:9.1f} MiB" if row.get("peak_bytes") is not None else ""
     why = f"  {row['why']}" if row.get("why") else ""
     return f"  {row['pass']:17s} {row['peer']:14s} {ms}{spread}{rate}{peak}{why}"

@@ -20,6 +20,9 @@ class Case:
         reference(inputs, case): the same outputs through spec.py, differentiable by autograd.
         exercises(case, inputs): True when the case is not vacuous.
         flops(case), bytes_moved(case, dtype): of forward and backward together, for the bench.
+    and may offer:
+        forward_flops(case): the forward's part of flops; then the bench times the backward by itself, too.
+        TRAINED: names of the outputs that a training step sends gradients through; default all that have one.
     """
 
     name: str

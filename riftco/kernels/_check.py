@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import torch
 from torch import Tensor
@@ -35,8 +35,13 @@ def leaves_of(cases, inputs: dict[str, Tensor]) -> list[str]:
     return [k for k in cases.GRADS if k in inputs]
 
 
-def outputs_and_grads(fn: Callable, cases, case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All outputs of `fn(inputs, case)` and d_<name> for the room's GRADS, with one seeded upstream gradient each."""
+def outputs_and_grads(
+    fn: Callable, cases, case: Case, inputs: dict[str, Tensor], trained: Container[str] | None = None
+) -> dict[str, Tensor]:
+    """All outputs of `fn(inputs, case)` and d_<name> for the room's GRADS, with one seeded upstream gradient each.
+
+    Gradients come through the outputs named in `trained`, by default all that have one.
+    """
     wanted = leaves_of(cases, inputs)
     leaves = {k: v.requires_grad_() if k in wanted else v for k, v in inputs.items()}
     out = fn(leaves, case)
@@ -44,8 +49,8 @@ def outputs_and_grads(fn: Callable, cases, case: Case, inputs: dict[str, Tensor]
         gen = torch.Generator().manual_seed(99)
         loss = sum(
             (o * torch.randn(o.shape, generator=gen, dtype=torch.float64).to(o.device, o.dtype)).sum()
-            for o in out.values()
-            if o.requires_grad
+            for name, o in out.items()
+            if o.requires_grad and (trained is None or name in trained)
         )
         grads = torch.autograd.grad(loss, [leaves[k] for k in wanted])
         out = {**out, **{f"d_{k}": g for k, g in zip(wanted, grads)}}

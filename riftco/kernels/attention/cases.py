@@ -79,10 +79,41 @@ OPTION_CASES = (
         dict(dropout_p=0.5, cu_q=(0, 20, 20, 55), spoil=True),
     ),
 )
+TRAINED = ("out",)  # lse has a gradient, but the peers' has none
+CAUSAL = dict(causal=True)
+
+
+def _square(B: int, T: int, H: int, K: int, D: int) -> dict[str, int]:
+    return dict(B=B, T=T, S=T, H=H, K=K, D=D, DV=D)
+
+
+def _documents(starts: tuple[int, ...], H: int, K: int, D: int) -> tuple[dict[str, int], dict]:
+    return dict(T=starts[-1], S=starts[-1], H=H, K=K, D=D, DV=D), dict(causal=True, cu_q=starts)
+
+
 BENCH = (
-    Case("SmolLM2", dict(B=4, T=2048, S=2048, H=9, K=3, D=64, DV=64), dict(causal=True)),
-    Case("Llama 3 8B", dict(B=1, T=8192, S=8192, H=32, K=8, D=128, DV=128), dict(causal=True)),
-    Case("Gemma 3", dict(B=1, T=4096, S=4096, H=8, K=4, D=256, DV=256), dict(causal=True)),
+    Case("causal", _square(8, 2048, 16, 16, 128), CAUSAL),
+    Case("causal, 8k", _square(2, 8192, 16, 16, 128), CAUSAL),
+    Case("causal, 16k", _square(1, 16384, 16, 16, 128), CAUSAL),
+    Case("causal, groups of 4", _square(4, 4096, 32, 8, 128), CAUSAL),
+    Case("causal, head dim 64", _square(4, 4096, 32, 32, 64), CAUSAL),
+    Case("full, 8k", _square(2, 8192, 16, 16, 128)),
+    Case("causal, head dim 256", _square(2, 4096, 16, 4, 256), CAUSAL),
+    Case("packed, 4 of 4096", *_documents((0, 4096, 8192, 12288, 16384), 32, 8, 128)),
+    Case(
+        "packed, 16 of 500 to 1500",
+        *_documents(
+            (0, 500, 2000, 2800, 4000, 5100, 5700, 7100, 7700, 8600, 9800, 10500, 12000, 13100, 14000, 15000, 16384),
+            32,
+            8,
+            128,
+        ),
+    ),
+    Case("packed, 8192 of one token", *_documents(tuple(range(8193)), 16, 16, 128)),
+    Case("window of 1024", _square(1, 16384, 16, 16, 128), dict(causal=True, window=(1023, None))),
+    Case("gradients of the last 8th of the keys", _square(2, 8192, 16, 16, 128), dict(causal=True, kv_grad_start=7168)),
+    Case("A1.6", dict(B=1, T=256, S=2048, H=16, K=4, D=256, DV=256), CAUSAL),
+    Case("SmolLM2", _square(4, 2048, 9, 3, 64), CAUSAL),
 )
 
 
@@ -188,11 +219,26 @@ def reference(inputs: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
     return {"out": out, "lse": lse}
 
 
+def _scores(case: Case) -> int:
+    """How many scores the mask leaves; by custom half of T x S for a causal square."""
+    c, o = case.shape, case.options
+    heads = c.get("B", 1) * c["H"]
+    if not o.keys() & {"cu_q", "window", "k_lens"} and c["T"] == c["S"]:
+        return heads * c["T"] * c["S"] // (2 if o.get("causal") else 1)
+    cu_q, cu_k, k_lens = (torch.tensor(o[n]) if n in o else None for n in ("cu_q", "cu_k", "k_lens"))
+    _, left, right, _, _ = _options(case)
+    lo, hi = spec.key_range(c["T"], c["S"], cu_q, cu_k, k_lens, left, right, torch.device("cpu"))
+    return int((hi - lo).sum()) * heads // (len(k_lens) if k_lens is not None else 1)
+
+
+def forward_flops(case: Case) -> int:
+    """Two matmuls over the scores that the mask leaves."""
+    return _scores(case) * 2 * (case.shape["D"] + case.shape["DV"])
+
+
 def flops(case: Case) -> int:
-    """Two matmuls forward and five backward over the scores that the mask leaves."""
-    c = case.shape
-    scores = c.get("B", 1) * c["H"] * c["T"] * c["S"] // (2 if case.options.get("causal") else 1)
-    return scores * (2 * (c["D"] + c["DV"]) + 2 * (3 * c["D"] + 2 * c["DV"]))
+    """Two matmuls forward and five backward over the scores that the mask leaves; kv_grad_start counts as none."""
+    return forward_flops(case) + _scores(case) * 2 * (3 * case.shape["D"] + 2 * case.shape["DV"])
 
 
 def bytes_moved(case: Case, dtype: torch.dtype) -> int:
