@@ -20,18 +20,29 @@ def threshold(dropout_p: float) -> int:
 
 def keep(seed: Tensor, head: Tensor, row: Tensor, key: Tensor, dropout_p: float) -> Tensor:
     """bool, of the broadcast shape of head, row and key (integers); seed int64 [1]."""
-    head, row, key = torch.broadcast_tensors(head, row, key)
-    zero = torch.zeros_like(key)
-    a, b, c, d = key // 4, row.clone(), head.clone(), zero
+    a, b, c, d = words(seed, *torch.broadcast_tensors(head, row, key // 4))
+    word = key % 4
+    out = torch.where(word < 2, torch.where(word == 0, a, b), torch.where(word == 2, c, d))
+    return out >= threshold(dropout_p)
+
+
+def keep_range(seed: Tensor, head: Tensor, row: Tensor, start: int, stop: int, dropout_p: float) -> Tensor:
+    """`keep` of the keys start to stop along a new last dimension of head and row, at a quarter of the work."""
+    quad = torch.arange(start // 4, -(-stop // 4), device=seed.device)
+    four = words(seed, *torch.broadcast_tensors(head.unsqueeze(-1), row.unsqueeze(-1), quad))
+    return (torch.stack(four, -1) >= threshold(dropout_p)).flatten(-2)[..., start % 4 :][..., : stop - start]
+
+
+def words(seed: Tensor, head: Tensor, row: Tensor, quad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four words of the keys 4 * quad and after, int64 below 2 ** 32."""
+    a, b, c, d = quad, row, head, torch.zeros_like(quad)
     s0, s1 = seed & LOW, (seed >> 32) & LOW
     for _ in range(ROUNDS):
         high_a, low_a = _multiply(a, MULTIPLIERS[0])
         high_c, low_c = _multiply(c, MULTIPLIERS[1])
         a, b, c, d = high_c ^ b ^ s0, low_c, high_a ^ d ^ s1, low_a
         s0, s1 = (s0 + WEYL[0]) & LOW, (s1 + WEYL[1]) & LOW
-    word = key % 4
-    out = torch.where(word < 2, torch.where(word == 0, a, b), torch.where(word == 2, c, d))
-    return out >= threshold(dropout_p)
+    return a, b, c, d
 
 
 def _multiply(x: Tensor, m: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,125 @@
+"""Attention on the CPU: every option against the spec, the memory it takes, the keys that it does not visit."""
+
+import pytest
+import support
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from riftco.functional import attention
+from riftco.kernels.attention import cases, cpu, cpu_blocks, philox
+
+CPU = support.DEVICES[0]
+MODULE = "riftco.kernels.attention.cpu"
+
+
+@pytest.mark.parametrize("case", cases.OPTION_CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("keys", [cpu_blocks.KEYS, 16])
+def test_options(case, dtype, keys, monkeypatch):
+    monkeypatch.setattr(cpu_blocks, "KEYS", keys)
+    support.check_case(cases, case, dtype, CPU)
+
+
+class Watch(TorchDispatchMode):
+    """Elements of the largest tensor among the results of torch's operations, and multiply-adds of its matmuls."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = self.products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for t in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(t, torch.Tensor):
+                self.largest = max(self.largest, t.untyped_storage().nbytes() // t.element_size())
+        matrices = [t for t in args if isinstance(t, torch.Tensor)][-2:]
+        if "mm" in func.__name__:
+            self.products += matrices[0].numel() * matrices[1].shape[-1]
+        return result
+
+
+def qkv(T, S, H=2, K=1, D=8, B=1):
+    return tuple(torch.randn(B, n, h, D) for n, h in ((T, H), (S, K), (S, K)))
+
+
+def watched(q, k, v, start=0, **given):
+    """What forward and backward took, called directly: a mode does not look into an op; and the gradients."""
+    names = "k_lens", "bias", "sinks", "seed", "scale", "left", "right", "softcap", "dropout_p"
+    options = [None, None, *({"softcap": 0.0, "dropout_p": 0.0, **given}.get(n) for n in names)]
+    needs = True, True, True, "bias" in given, "sinks" in given
+    with Watch() as watch:
+        out, lse = cpu.forward(q, k, v, *options)
+        grads = cpu.backward(torch.ones_like(out), None, q, k, v, out, lse, *options, start, False, *needs)
+    assert watch.products
+    return watch, grads
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 2000), (1, 2, 1, 1), (1, 1, 1800, 1)], ids=str)
+def test_no_option_takes_a_matrix_of_all_scores(shape):
+    """Not even of one head; the gradient of a bias has the bias's own shape."""
+    T, S = 1800, 2000
+    watch, grads = watched(
+        *qkv(T, S), start=100, left=1500, right=0, softcap=3.0, sinks=torch.randn(2), bias=torch.randn(shape),
+        seed=torch.tensor([5]), dropout_p=0.1, k_lens=torch.tensor([1990]),
+    )  # fmt: skip
+    assert watch.largest < T * S / 4
+    assert grads[3].shape == shape
+
+
+def test_keys_outside_the_window_are_not_visited():
+    tensors = qkv(2000, 2000)
+    full = watched(*tensors, right=0)[0].products
+    assert watched(*tensors, left=63, right=0)[0].products < full / 6  # a tile of 64 rows sees 127 keys, not 1000
+    assert watched(*tensors, left=1999, right=0)[0].products == full
+
+
+def test_gradients_of_the_last_keys_cost_less():
+    """Of 1/8 of the keys: forward 2 matmuls, then s, dP and dQ over all keys and dK, dV over an eighth of them."""
+    tensors = qkv(256, 2048)
+    (full, _), (last, grads) = (watched(*tensors, start) for start in (0, 1792))
+    assert last.products == full.products * (5 + 2 / 8) / 7
+    assert grads[1].shape == grads[2].shape == (1, 256, 1, 8)
+
+
+def test_scores_as_low_as_float32_goes():
+    """Masks of finfo.min: a row with nothing else spreads evenly, as a softmax does."""
+    q, k, v = qkv(5, 6, H=1)
+    bias = torch.zeros(5, 6)
+    bias[:3] = torch.finfo(torch.float32).min
+    bias[4, 2:] = torch.finfo(torch.float32).min
+    got = attention(q, k, v, bias=bias)
+    want = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), bias).transpose(1, 2)
+    torch.testing.assert_close(got, want)
+
+
+def test_dropout_is_a_function_of_the_key_not_of_the_block():
+    seed = torch.tensor([0x1234567890ABCDEF])
+    head, row = torch.arange(6).view(2, 3, 1), torch.arange(7, 12)
+    whole = philox.keep(seed, head.unsqueeze(-1), row.unsqueeze(-1), torch.arange(50), 0.4)
+    for start, stop in ((0, 50), (3, 41), (16, 17), (7, 8), (9, 9)):
+        assert torch.equal(philox.keep_range(seed, head, row, start, stop, 0.4), whole[..., start:stop]), (start, stop)
+
+
+@pytest.mark.parametrize(
+    "old,new,case",
+    [
+        ("total = total.mul_(shrink).add_", "total = total.add_", "sinks"),
+        ("acc = torch.baddbmm(acc.mul_(shrink)", "acc = torch.baddbmm(acc", "sinks"),
+        ("sink.clamp_min(LOWEST), (sink > -torch.inf)", "sink.clamp_min(LOWEST), (sink > torch.inf)", "sinks"),
+        ("(total * (1 - dropout_p))", "total", "dropout"),
+        (".mul_(kept).add_(minus_delta)", ".add_(minus_delta)", "dropout"),
+        ("(p if kept is None else p * kept)", "p", "packed, dropout"),
+        ("square_().neg_().add_(1.0)", "neg_().add_(1.0)", "softcap"),
+        ("to += heads", "to -= heads", "bias for all heads, -inf in it"),
+        ("(t if mine.start >= 0 else None for", "(t if mine.start > 0 else None for", "gradients of the last keys"),
+        ("g, values[:, cols].mT).mul_(p)", "g, values[:, cols].mT).mul_(p).neg_()", "window"),
+        ("masked_fill_(~part, -torch.inf)", "masked_fill_(part, -torch.inf)", "mask"),
+        ("block.hidden[:, None, None]", "block.hidden[:1, None, None]", "key lengths"),
+    ],
+)  # fmt: skip
+def test_planted_bugs(old, new, case, monkeypatch):
+    monkeypatch.setattr(cpu_blocks, "KEYS", 16)
+    chosen = next(c for c in cases.OPTION_CASES if c.name == case)
+    with support.mutant(MODULE, old, new), pytest.raises(AssertionError):
+        support.check_case(cases, chosen, torch.float32, CPU)
