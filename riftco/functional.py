@@ -1,7 +1,19 @@
 """Every op's public function."""
 
 from .kernels.adam.op import adam_step
-from .kernels.attention import attention, scaled_dot_product_attention
+from .kernels.attention import (
+    AuxRequest,
+    attention,
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+    scaled_dot_product_attention,
+    varlen_attn,
+)
 from .kernels.cross_entropy.op import cross_entropy
 from .kernels.linear_cross_entropy.op import linear_cross_entropy
 from .kernels.lora_linear.op import lora_linear
@@ -14,11 +26,19 @@ from .kernels.rope.tables import rope_frequencies, rope_tables
 from .kernels.swiglu.op import geglu, swiglu
 
 __all__ = [
+    "AuxRequest",
     "NF4Weight",
     "adam_step",
     "attention",
     "cross_entropy",
     "dequantize_nf4",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
     "geglu",
     "linear_cross_entropy",
     "lora_linear",
@@ -30,4 +50,5 @@ __all__ = [
     "rope_tables",
     "scaled_dot_product_attention",
     "swiglu",
+    "varlen_attn",
 ]

@@ -1,0 +1,165 @@
+"""flash_attn_with_kvcache on `attention`.
+
+B batch, T query length, N new keys, H query heads, K key/value heads, D and Dv head dims, W rows of a slot.
+"""
+
+import torch
+from torch import Tensor
+
+from .._contract import checks_enabled, needs_grad
+from ..rope.op import rope
+from .alibi import key_bias, row_shift
+from .op import attention
+from .rows import page_of
+
+NAME = "flash_attn_with_kvcache"
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """flash_attn.flash_attn_with_kvcache's twin (2.8's signature); differentiable, which flash-attn's is not.
+
+    Appends k, v to the caches, in place, and attends to all that each slot then holds.
+
+    Args:
+        q: [B, T, H, D]. Differentiable.
+        k_cache: [slots, W, K, D]; with block_table pages [pages, rows of a page, K, D]. A constant to autograd: its
+            rows must not change before the backward, those beyond a slot's length may.
+        v_cache: [slots, W, K, Dv] or pages.
+        k: [B, N, K, D], written to rows cache_seqlens, cache_seqlens + 1, ... of each slot. Differentiable; where
+            k or v need a gradient the rows that attention reads are a copy.
+        v: [B, N, K, Dv]. Differentiable.
+        rotary_cos: [positions, R / 2]: q and k are turned by `rope` before, k at its place in the cache, q at the same
+            places if causal or a window is given, else all at cache_seqlens. Needs k.
+        rotary_sin: as rotary_cos.
+        cache_seqlens: int, or int32 or int64 [B]: rows of each slot before this call. Default: all W. Needed with k.
+        cache_batch_idx: int32 or int64 [B]: the slot of each sequence (copied out of the cache); default 0, 1, ...
+        cache_leftpad: int32 or int64 [B]: the first row of each slot that exists.
+        block_table: int32 or int64 [B, pages a slot] (pages in use are copied, once a call).
+        softmax_scale, causal, window_size, softcap, alibi_slopes: as `flash_attn_func`; aligned at the end of the keys.
+        rotary_interleaved: pairs (2 i, 2 i + 1) instead of (i, i + R / 2).
+        num_splits: accepted for the signature's sake.
+        return_softmax_lse: also return lse [B, H, T] float32.
+
+    Returns:
+        out [B, T, H, Dv], or (out, lse). A slot that holds nothing gives 0 and lse -inf.
+
+    Raises:
+        ValueError: arguments that do not fit, each named; with RIFTCO_CHECK=1 also lengths beyond the cache.
+    """
+    _check(q, k_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    B, T = q.shape[:2]
+    W = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    held = _lengths(cache_seqlens, B, W, q.device)
+    new = 0 if k is None else k.shape[1]
+    if checks_enabled() and B and not bool(((held >= 0) & (held + new <= W)).all()):
+        raise ValueError(f"{NAME}: cache_seqlens {held.tolist()} and {new} new rows do not fit a cache of {W} rows")
+    if k is not None and v is not None:
+        if rotary_cos is not None and rotary_sin is not None:
+            start = held if cache_leftpad is None else held - cache_leftpad
+            steps = T if causal or any(side not in (None, -1) for side in window_size) else 1
+            tables = rotary_cos.float(), rotary_sin.float()
+            q = _turned(q, *tables, start, steps, rotary_interleaved)
+            k = _turned(k, *tables, start, new, rotary_interleaved)
+        place = _place(held, new, W, cache_batch_idx, block_table, k_cache.shape[1])
+        with torch.no_grad():
+            k_cache.index_put_(place, k.to(k_cache.dtype))
+            v_cache.index_put_(place, v.to(v_cache.dtype))
+    keys, values = k_cache.data, v_cache.data  # later appends write rows that this call's backward does not read
+    if k is not None and v is not None and needs_grad(k, v):
+        keys, values = keys.index_put(place, k.to(keys.dtype)), values.index_put(place, v.to(values.dtype))
+    keys, values = (_by_sequence(t, B, cache_batch_idx, block_table) for t in (keys, values))
+    lens = held + new
+    bias = shift = None
+    if alibi_slopes is not None:
+        bias = key_bias(alibi_slopes, q.shape, W, lens, causal)
+        shift = row_shift(alibi_slopes, T) if causal else None
+    if cache_leftpad is not None:
+        exists = torch.arange(W, device=q.device) >= cache_leftpad.view(-1, 1, 1, 1)
+        bias = exists if bias is None else bias.masked_fill(~exists, -torch.inf)
+    pair = attention(
+        q, keys, values, causal=causal, scale=softmax_scale, window=window_size, softcap=softcap, bias=bias,
+        k_lens=lens, return_lse=True,
+    )  # fmt: skip
+    assert isinstance(pair, tuple)
+    out, lse = pair
+    lse = lse if shift is None else lse + shift
+    return (out, lse) if return_softmax_lse else out
+
+
+def _lengths(cache_seqlens: int | Tensor | None, B: int, W: int, device: torch.device) -> Tensor:
+    if isinstance(cache_seqlens, Tensor):
+        return cache_seqlens
+    return torch.full((B,), W if cache_seqlens is None else cache_seqlens, dtype=torch.int32, device=device)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, start: Tensor, steps: int, interleaved: bool) -> Tensor:
+    """x [B, N, heads, D] turned at start, start + 1, ...; at start alone if steps is 1."""
+    positions = start.unsqueeze(-1) + torch.arange(steps, device=x.device, dtype=start.dtype)
+    return rope(x, x[:, :, :0], cos, sin, positions=positions, interleaved=interleaved)[0]
+
+
+def _place(
+    held: Tensor, new: int, W: int, slots: Tensor | None, block_table: Tensor | None, page_rows: int
+) -> tuple[Tensor, Tensor]:
+    """Indices [B, new] of the first two dimensions of a cache."""
+    at = held.long().unsqueeze(-1) + torch.arange(new, device=held.device)
+    sequence = torch.arange(len(held), device=held.device).unsqueeze(-1).expand_as(at)
+    if block_table is not None:
+        return page_of(block_table, sequence, at // page_rows), at % page_rows
+    return (sequence if slots is None else slots.long().unsqueeze(-1).expand_as(at)), at
+
+
+def _by_sequence(cache: Tensor, B: int, slots: Tensor | None, block_table: Tensor | None) -> Tensor:
+    """[B, W, K, D]"""
+    if block_table is not None:  # entries of pages not in use may hold anything
+        return cache[block_table.long().clamp(0, max(len(cache) - 1, 0))].flatten(1, 2)
+    return cache[:B] if slots is None else cache[slots.long()]
+
+
+def _check(q, k_cache, k, v, cos, sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table) -> None:
+    if q.dim() != 4 or k_cache.dim() != 4:
+        raise ValueError(
+            f"{NAME}: q and the caches must have 4 dimensions; got {tuple(q.shape)} and {tuple(k_cache.shape)}"
+        )
+    B = q.shape[0]
+    if (k is None) != (v is None):
+        raise ValueError(f"{NAME}: k and v must be given together")
+    if k is not None and (k.dim() != 4 or k.shape[0] != B or k.shape[2:] != k_cache.shape[2:]):
+        wanted = [B, "new", *k_cache.shape[2:]]
+        raise ValueError(f"{NAME}: k must be {wanted} as q and k_cache have it; got {tuple(k.shape)}")
+    if k is not None and cache_seqlens is None:
+        raise ValueError(f"{NAME}: k and v need cache_seqlens: where to write them")
+    if (cos is None) != (sin is None):
+        raise ValueError(f"{NAME}: rotary_cos and rotary_sin must be given together")
+    if cos is not None and k is None:
+        raise ValueError(f"{NAME}: rotary_cos and rotary_sin need k and v")
+    if block_table is not None and cache_batch_idx is not None:
+        raise ValueError(f"{NAME}: cache_batch_idx and block_table cannot be combined; reorder block_table")
+    for name, t in (("cache_seqlens", cache_seqlens), ("cache_batch_idx", cache_batch_idx),
+                    ("cache_leftpad", cache_leftpad)):  # fmt: skip
+        if isinstance(t, Tensor) and (t.shape != (B,) or t.dtype not in (torch.int32, torch.int64)):
+            raise ValueError(f"{NAME}: {name} must be int32 or int64 [{B}]; got {t.dtype} {tuple(t.shape)}")
+    if block_table is not None and (block_table.dim() != 2 or len(block_table) != B):
+        raise ValueError(f"{NAME}: block_table must be [{B}, pages]; got {tuple(block_table.shape)}")
+    if block_table is None and cache_batch_idx is None and len(k_cache) < B:
+        raise ValueError(f"{NAME}: {B} sequences, but the cache has {len(k_cache)} slots; give cache_batch_idx")
