@@ -1,6 +1,7 @@
 """Every drop-in module."""
 
 from ..kernels.attention.module import Attention
+from ..kernels.attention.multihead import MultiheadAttention
 from ..kernels.cross_entropy.module import CrossEntropyLoss
 from ..kernels.linear_cross_entropy.module import LinearCrossEntropyLoss
 from ..kernels.lora_linear.module import LoRALinear
@@ -14,6 +15,7 @@ __all__ = [
     "CrossEntropyLoss",
     "LinearCrossEntropyLoss",
     "LoRALinear",
+    "MultiheadAttention",
     "NF4Linear",
     "RMSNorm",
     "RotaryEmbedding",
