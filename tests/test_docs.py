@@ -50,7 +50,9 @@ def blocks(page: pathlib.Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "ops.md"], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *(ROOT / "docs" / n for n in ("ops.md", "attention.md"))], ids=lambda p: p.name
+)
 def test_python_blocks_run(page):
     """docs/models.md has a test of its own, as its blocks need files."""
     for code in blocks(page, "python"):

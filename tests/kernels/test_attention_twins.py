@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 
 from riftco.functional import AuxRequest, attention, scaled_dot_product_attention, varlen_attn
-from riftco.kernels._contract import implementation
 
 
 def rand(*shape, dtype=torch.float64):
@@ -29,11 +28,12 @@ def both(*tensors, **options):
     return results[1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("T,S", [(7, 7), (4, 9), (9, 4), (1, 5), (5, 1)])
-def test_causal_is_aligned_at_the_top_left(causal, T, S):
+def test_causal_is_aligned_at_the_top_left(causal, T, S, dtype):
     """PyTorch's alignment, T != S too; attention's own is at the bottom right."""
-    q, k, v = rand(2, 4, T, 8), rand(2, 2, S, 8), rand(2, 2, S, 6)
+    q, k, v = (rand(*s, dtype=dtype) for s in ((2, 4, T, 8), (2, 2, S, 8), (2, 2, S, 6)))
     both(q, k, v, is_causal=causal, scale=0.3, enable_gqa=True)
     if causal and T != S:
         ours = attention(*(t.transpose(1, 2) for t in (q, k, v)), causal=True, scale=0.3).transpose(1, 2)
@@ -71,6 +71,7 @@ def test_mask_broadcasts(lead, mask, floating):
         )
     else:
         both(q, k, v, m)
+        both(*(t.float() for t in (q, k, v)), m.float() if floating else m)
 
 
 def test_mask_of_expanded_heads_is_not_copied(monkeypatch):
@@ -150,7 +151,7 @@ def test_dropout():
 def test_autocast_as_pytorch():
     q = torch.randn(2, 4, 5, 8)
     mask = torch.randn(5, 5)
-    with torch.autocast("cpu", torch.bfloat16), implementation("spec"):
+    with torch.autocast("cpu", torch.bfloat16):
         ours = scaled_dot_product_attention(q, q, q, mask)
         theirs = F.scaled_dot_product_attention(q, q, q, mask)
     assert ours.dtype == theirs.dtype == torch.bfloat16

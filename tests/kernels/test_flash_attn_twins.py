@@ -127,7 +127,9 @@ def test_flash_attn_func(T, S, options):
         softcap=options.get("softcap", 0.0), slopes=slopes, sinks=sinks,
     )  # fmt: skip
     same((out, lse), want, leaves)
-    assert torch.equal(flash_attn_func(q, k, v, **options, alibi_slopes=slopes, learnable_sink=sinks), out)
+    tail = {"alibi_slopes": slopes, "learnable_sink": sinks}
+    assert torch.equal(flash_attn_func(q, k, v, **options, **tail), out)
+    assert torch.equal(flash_attn_func(q, k, v, **options, **tail, return_lse=True)[1], lse)
 
 
 def test_alibi_of_each_sequence():
@@ -237,6 +239,31 @@ def test_compile():
         f = lambda q, k, v, options=options: flash_attn_func(q, k, v, **options, return_attn_probs=True)[:2]  # noqa: E731
         compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
         same(compiled(q, k, v), f(q, k, v), [q, k, v])
+    flat, cu = q.detach().flatten(0, 1), torch.tensor([0, 4, 10], dtype=torch.int32)
+    compiled = torch.compile(flash_attn_varlen_func, fullgraph=True, backend="aot_eager")
+    args = (flat, flat, flat, cu, cu, 6, 6)
+    torch.testing.assert_close(compiled(*args, causal=True), flash_attn_varlen_func(*args, causal=True))
+    q, k_cache, v_cache, k, v, held = cached()
+    compiled = torch.compile(flash_attn_with_kvcache, fullgraph=True, backend="aot_eager")
+    copies = [t.clone() for t in (k_cache, v_cache)]
+    got = compiled(q, *copies, k, v, cache_seqlens=held, causal=True)
+    torch.testing.assert_close(got, flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=held, causal=True))
+    assert torch.equal(copies[0].nan_to_num(9.0), k_cache.nan_to_num(9.0))
+
+
+def test_autocast_and_half():
+    q = torch.randn(2, 6, 4, 16)
+    want = flash_attn_func(q, q, q, causal=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = flash_attn_func(q, q, q, causal=True)
+    assert cast.dtype == torch.bfloat16
+    torch.testing.assert_close(cast.float(), want, atol=3e-2, rtol=3e-2)
+    for dtype in (torch.float16, torch.bfloat16):
+        out, lse = flash_attn_func(*[q.to(dtype)] * 3, causal=True, window_size=(2, 0), return_lse=True)
+        assert out.dtype == dtype and lse.dtype == torch.float32
+        torch.testing.assert_close(
+            out.float(), flash_attn_func(q, q, q, causal=True, window_size=(2, 0)), atol=3e-2, rtol=3e-2
+        )
 
 
 def cached(B=3, T=2, new=2, W=8, H=4, K=2, D=8, held=(3, 0, 6), slots=4):

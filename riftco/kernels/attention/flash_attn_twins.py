@@ -13,7 +13,7 @@ from .op import attention
 from .rows import packed_rows
 
 Window = tuple[int | None, int | None]
-Result = Tensor | tuple[Tensor, Tensor, Tensor]
+Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
 
 def flash_attn_func(
@@ -30,6 +30,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     *,
     learnable_sink: Tensor | None = None,
+    return_lse: bool = False,
 ) -> Result:
     """flash_attn.flash_attn_func's twin (2.8's signature), in every dtype, on every device, for any head dim.
 
@@ -48,7 +49,8 @@ def flash_attn_func(
             torch.use_deterministic_algorithms.
         return_attn_probs: return (out, softmax_lse, probabilities) as flash-attn does. The probabilities never exist
             here: an empty tensor stands for them, as in flash-attn without dropout.
-        learnable_sink: floating [H], by keyword, as flash-attn 4 has it: `attention`'s sinks. Differentiable.
+        learnable_sink: floating [H], as flash-attn 4 has it: `attention`'s sinks. Differentiable.
+        return_lse: return (out, lse), as flash-attn 4 does.
 
     Returns:
         out [B, T, H, Dv]. lse [B, H, T] float32 is differentiable; where a row sees no key out is 0 and lse -inf
@@ -64,7 +66,7 @@ def flash_attn_func(
     out, lse = _attend(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, deterministic, bias=bias, sinks=learnable_sink
     )
-    return _result(out, lse if shift is None else lse + shift, return_attn_probs)
+    return _result(out, lse if shift is None else lse + shift, return_attn_probs, return_lse)
 
 
 def flash_attn_qkvpacked_func(
@@ -123,6 +125,7 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = None,
     *,
     learnable_sink: Tensor | None = None,
+    return_lse: bool = False,
 ) -> Result:
     """flash_attn.flash_attn_varlen_func's twin (2.8's signature): packed documents.
 
@@ -151,7 +154,7 @@ def flash_attn_varlen_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, deterministic, sinks=learnable_sink,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
-    return _result(out, lse, return_attn_probs)
+    return _result(out, lse, return_attn_probs, return_lse)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -210,8 +213,10 @@ def _attend(
     return pair
 
 
-def _result(out: Tensor, lse: Tensor, return_attn_probs: bool) -> Result:
-    return (out, lse, out.new_empty(0)) if return_attn_probs else out
+def _result(out: Tensor, lse: Tensor, return_attn_probs: bool, return_lse: bool) -> Result:
+    if return_attn_probs:
+        return out, lse, out.new_empty(0)
+    return (out, lse) if return_lse else out
 
 
 def _unpack(name: str, argument: str, packed: Tensor, parts: int, dims: int) -> tuple[Tensor, ...]:
