@@ -6,6 +6,8 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.utils.checkpoint import checkpoint
 
 from riftco.functional import AuxRequest, attention, scaled_dot_product_attention, varlen_attn
 
@@ -72,6 +74,47 @@ def test_mask_broadcasts(lead, mask, floating):
     else:
         both(q, k, v, m)
         both(*(t.float() for t in (q, k, v)), m.float() if floating else m)
+
+
+def test_pytorchs_causal_biases():
+    """They hold no elements: reading them as a mask would be silently wrong."""
+    q = rand(2, 4, 3, 8)
+    for S in (3, 6):
+        k = rand(2, 4, S, 8)
+        for make in (causal_upper_left, causal_lower_right):
+            want = F.scaled_dot_product_attention(q, k, k, make(3, S)._materialize())
+            torch.testing.assert_close(scaled_dot_product_attention(q, k, k, make(3, S)), want)
+    with pytest.raises(ValueError, match="causal bias of 3 x 5"):
+        scaled_dot_product_attention(q, k, k, causal_lower_right(3, 5))
+    mask = torch.nn.Parameter(rand(3, 6))  # a subclass that is a mask
+    both(q, k, k, mask.detach())
+    assert torch.autograd.grad(scaled_dot_product_attention(q, k, k, mask).square().sum(), mask)[0].abs().max() > 0
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_modes_of_autograd(dropout):
+    """inference_mode leaves nothing behind; a checkpoint replays the same dropout; torch.func agrees."""
+    q, k, v, mask = rand(2, 4, 5, 8), rand(2, 4, 7, 8), rand(2, 4, 7, 8), rand(2, 1, 5, 7)
+
+    def run(*tensors):
+        torch.manual_seed(0)
+        return scaled_dot_product_attention(*tensors, dropout_p=dropout).square().sum()
+
+    leaves = [t.clone().requires_grad_() for t in (q, k, v, mask)]
+    with torch.inference_mode():
+        inference = run(*leaves)
+    with torch.no_grad():
+        assert torch.equal(run(*leaves), inference)
+    want = torch.autograd.grad(run(*leaves), leaves)
+    f = lambda *t: scaled_dot_product_attention(*t, dropout_p=dropout)  # noqa: E731
+    torch.manual_seed(0)
+    replayed = checkpoint(f, *leaves, use_reentrant=False)
+    torch.manual_seed(7)
+    for a, b in zip(torch.autograd.grad(replayed.square().sum(), leaves), want):
+        torch.testing.assert_close(a, b)
+    if not dropout:
+        for a, b in zip(torch.func.grad(run, argnums=(0, 1, 2, 3))(q, k, v, mask), want):
+            torch.testing.assert_close(a, b)
 
 
 def test_mask_of_expanded_heads_is_not_copied(monkeypatch):

@@ -43,7 +43,7 @@ def scaled_dot_product_attention(
         value: [..., K, S, Dv]. Differentiable.
         attn_mask: broadcastable to [..., H, T, S]: bool, False hides a key, or floating, added to the scaled scores,
             -inf allowed. Read where it lies: a mask for all heads or batches is never expanded. Differentiable if
-            floating.
+            floating. torch.nn.attention.bias' causal_upper_left and causal_lower_right cost no mask.
         dropout_p: applied whatever the mode of any module, as in PyTorch; below 1. The mask is a function of torch's
             seed and of (batch, head, row, key): see `attention`.
         is_causal: row t sees the keys s <= t: aligned at the top left, also where T != S, as PyTorch defines it.
@@ -77,11 +77,14 @@ def scaled_dot_product_attention(
         elif K != 1:
             raise ValueError(f"{name}: {H} query heads and {K} key heads need enable_gqa=True; got {shapes}")
     q, k, v = (_heads_last(t, lead) for t in (q, k, v))
+    diagonal = 0 if is_causal else None  # row t sees the keys s <= t + diagonal
+    if attn_mask is not None and type(attn_mask) is not Tensor:
+        attn_mask, diagonal = _causal_bias(attn_mask, T, S)
     window: tuple[None, int | None] = (None, None)
-    if is_causal and T >= S:  # at the bottom right, row t sees T - S keys fewer
-        window = (None, T - S)
-    elif is_causal:  # no row sees a key beyond T
-        k, v, window = k[:, :T], v[:, :T], (None, 0)
+    if diagonal is not None and diagonal < S - T:  # no row sees the keys beyond the last row's
+        k, v, window = k[:, : T + diagonal], v[:, : T + diagonal], (None, 0)
+    elif diagonal is not None:
+        window = (None, diagonal - (S - T))
     bias = None if attn_mask is None else _bias(attn_mask, lead, H, T, S)
     out = attention(q, k, v, bias=bias, window=window, dropout_p=dropout_p, scale=scale)
     assert isinstance(out, Tensor)  # a pair only with return_lse
@@ -148,6 +151,20 @@ def varlen_attn(
     )  # fmt: skip
     assert isinstance(out, tuple)
     return out if return_aux is not None and return_aux.lse else out[0]
+
+
+def _causal_bias(mask: Tensor, T: int, S: int) -> tuple[Tensor | None, int | None]:
+    """(mask, None), or (None, diagonal) of PyTorch's CausalBias, a tensor without elements of its own."""
+    from torch.nn.attention.bias import CausalBias, CausalVariant
+
+    if not isinstance(mask, CausalBias):
+        return mask, None
+    if (mask.seq_len_q, mask.seq_len_kv) != (T, S):
+        raise ValueError(
+            f"scaled_dot_product_attention: attn_mask is a causal bias of {mask.seq_len_q} x {mask.seq_len_kv}; "
+            f"the scores are {T} x {S}"
+        )
+    return None, 0 if mask.variant == CausalVariant.UPPER_LEFT else S - T
 
 
 def _heads_last(t: Tensor, lead: torch.Size) -> Tensor:
