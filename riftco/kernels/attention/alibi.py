@@ -8,8 +8,8 @@ def key_bias(slopes: Tensor, q_shape: torch.Size, S: int, k_lens: Tensor | None,
     """-slope |place of the row - j|, places aligned at the end of the keys: float32 [.., H, T, S].
 
     Under causal no key lies beyond the row, so the bias of a row is slope * j and a constant, which no softmax sees:
-    [.., H, 1, S], measured from the last key, and row_shift is what is then missing in lse. Scores grow to slope * S, so
-    float32 holds them to slope * S * 2^-24: NMSE 2e-11 at S = 512 and 1e-9 at 4096 for the steepest slopes in use.
+    [.., H, 1, S], measured from the last key, and row_shift is what is then missing in lse. Scores grow to slope * S,
+    which float32 holds to slope * S * 2^-24: NMSE 2e-11 at S = 512 and 1e-9 at 4096 for the steepest slopes in use.
     """
     B, T, H, _ = q_shape
     if slopes.shape not in ((H,), (B, H)) or not slopes.is_floating_point():
