@@ -58,7 +58,7 @@ def _metal() -> str:
 def _xla() -> str:
     if importlib.util.find_spec("torch_xla") is None:
         return "torch_xla lives in its own environment: make test-tpu"
-    importlib.import_module("torch_xla")  # registers the device
+    importlib.import_module("torch_xla").device()  # before the first backward, at which autograd counts the devices
     return ""
 
 

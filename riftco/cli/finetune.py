@@ -44,6 +44,9 @@ def finetune(
     activation_checkpointing: Annotated[
         str | None, Opt("--activation-checkpointing", help="disabled (default), or block: less memory, more time.")
     ] = None,
+    attention: Annotated[
+        str | None, Opt("--attention", help="flash (default), or materialized: quadratic memory, for comparison.")
+    ] = None,
     save_every: Annotated[int | None, Opt("--save-every", help="Steps between checkpoints [100].")] = None,
     keep: Annotated[int | None, Opt("--keep", help="How many checkpoints to keep [2].")] = None,
     eval_every: Annotated[int | None, Opt("--eval-every", help="Steps between evaluations [only at the ends].")] = None,

@@ -20,6 +20,7 @@ from .kv_cache import KVCache
 from .rotary import Rotary, Rotation
 
 ACTIVATION_CHECKPOINTING = ("disabled", "block")
+ATTENTION = ("flash", "materialized")
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Attention(nn.Module):
     def __init__(self, config: DecoderConfig, index: int):
         super().__init__()
         C, H, K, D = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
-        self.index, self.head_dim = index, D
+        self.index, self.head_dim, self.impl = index, D, "flash"
         self.rotates = index not in config.no_rope_layers
         self.q_proj = nn.Linear(C, H * D, bias=config.attention_bias)
         self.k_proj = nn.Linear(C, K * D, bias=config.attention_bias)
@@ -58,12 +59,13 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(self.index, k, v)
         if packing is None:
-            out = attention(q, k, v, causal=True)
+            out = attention(q, k, v, causal=True, impl=self.impl)
         else:
             cu, longest = packing.cu_seqlens, packing.max_seqlen
             out = attention(
-                q, k, v, causal=True, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest, max_seqlen_k=longest
-            )
+                q, k, v, causal=True, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest, max_seqlen_k=longest,
+                impl=self.impl,
+            )  # fmt: skip
         assert isinstance(out, Tensor)  # a pair only with return_lse
         return self.o_proj(out.flatten(-2))
 
@@ -112,11 +114,13 @@ class Decoder(nn.Module):
         config: shape and options.
         activation_checkpointing: "disabled", or "block": keep only each block's input and run the block again in the
             backward. Results are equal. May be set on the model later.
+        attention: "flash", linear in memory, or "materialized", which keeps the probabilities [B, H, T, T] of every
+            layer for the backward. Results are equal up to rounding. May be set on the model later.
 
     New weights are normal with standard deviation 0.02 (norms 1, biases 0). A tied head is the embedding's parameter.
     """
 
-    def __init__(self, config: DecoderConfig, *, activation_checkpointing: str = "disabled"):
+    def __init__(self, config: DecoderConfig, *, activation_checkpointing: str = "disabled", attention: str = "flash"):
         super().__init__()
         self.config = config
         self.activation_checkpointing = activation_checkpointing
@@ -125,6 +129,7 @@ class Decoder(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.rotary = Rotary(config.rope)
+        self.attention = attention
         self.apply(_initialise)
 
     @property
@@ -138,6 +143,19 @@ class Decoder(nn.Module):
                 f"activation_checkpointing must be one of {', '.join(ACTIVATION_CHECKPOINTING)}; got {value!r}"
             )
         self._activation_checkpointing = value
+
+    @property
+    def attention(self) -> str:
+        return self._attention
+
+    @attention.setter
+    def attention(self, value: str) -> None:
+        if value not in ATTENTION:
+            raise ModelError(f"attention must be one of {', '.join(ATTENTION)}; got {value!r}")
+        self._attention = value
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.impl = value
 
     @property
     def device(self) -> torch.device:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..models.decoder import ATTENTION
 from .schedule import KINDS
 
 METHODS = ("qlora", "lora", "full")
@@ -54,6 +55,7 @@ class FinetuneConfig:
     device: str = "auto"
     dtype: str = "auto"
     activation_checkpointing: str = "disabled"
+    attention: str = "flash"
     save_every: int = 100
     keep: int = 2
     eval_every: int = 0
@@ -61,6 +63,7 @@ class FinetuneConfig:
     def __post_init__(self) -> None:
         _choice("--method", self.method, METHODS)
         _choice("--dtype", self.dtype, DTYPES)
+        _choice("--attention", self.attention, ATTENTION)
         _choice("--schedule", self.schedule, KINDS)
         for name in ("rank", "batch_tokens", "accumulate", "save_every", "keep"):
             _at_least(name, getattr(self, name), 1)

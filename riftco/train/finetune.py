@@ -375,6 +375,7 @@ def _model(config: FinetuneConfig, device: torch.device, saved) -> tuple[Decoder
         activation_checkpointing=config.activation_checkpointing,
         with_tokenizer=False,
     )
+    model.attention = config.attention
     if config.method == "full":
         if saved is not None:
             model.load_state_dict(load_file(saved.folder / FULL_WEIGHTS), strict=False)

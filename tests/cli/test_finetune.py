@@ -208,6 +208,7 @@ def test_bad_models(riftco, chat, tmp_path):
         (("--batch-tokens", 8), "does not fit --batch-tokens 8"),
         (("--target-modules", "nose"), "no linear layer matches"),
         (("--activation-checkpointing", "some"), "activation_checkpointing must be one of"),
+        (("--attention", "dense"), "--attention must be one of flash, materialized; got 'dense'"),
     ],
 )
 def test_bad_settings(riftco, model, chat, tmp_path, flags, text):

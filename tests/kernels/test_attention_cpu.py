@@ -80,6 +80,12 @@ def test_gradients_of_the_last_keys_cost_less():
     (full, _), (last, grads) = (watched(*tensors, start) for start in (0, 1792))
     assert last.products == full.products * (5 + 2 / 8) / 7
     assert grads[1].shape == grads[2].shape == (1, 256, 1, 8)
+    q, k, v = tensors
+    options = (None,) * 7 + (None, None, 0.0, 0.0)
+    out, lse = cpu.forward(q, k, v, *options)
+    with Watch() as watch:
+        cpu.backward(out, None, q, k, v, out, lse, *options, 1792, False, False, True, True, False, False)
+    assert watch.products == full.products / 7 * 4 / 8  # keys below are not looked at where q needs no gradient
 
 
 def test_scores_as_low_as_float32_goes():

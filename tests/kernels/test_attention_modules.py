@@ -54,6 +54,14 @@ def test_every_option_is_attentions():
         assert a.abs().max() > 0
 
 
+def test_materialized():
+    module = layer(window=(3, None), sinks=True, attention="materialized")
+    x = torch.randn(2, T, C, dtype=torch.float64)
+    got = module(x)
+    module.impl = "flash"
+    torch.testing.assert_close(got, module(x))
+
+
 @pytest.mark.parametrize("given", ["module", "rotation"])
 def test_rotation_of_packed_documents(given):
     """Positions start again in each document; spare rows stay inside the tables."""

@@ -144,6 +144,23 @@ def test_checkpointed_blocks_give_equal_losses_and_gradients():
         decoder.activation_checkpointing = "selective"
 
 
+def test_materialized_attention_is_flash_attention():
+    decoder = from_transformers(hf_model("qwen3"))
+    ids, target = torch.randint(0, 160, (48,)), torch.randint(0, 160, (48,))
+    runs = []
+    for attention in ("flash", "materialized"):
+        decoder.attention = attention
+        decoder.zero_grad()
+        loss = decoder.loss(ids, target, cu_seqlens=torch.tensor([0, 20, 48], dtype=torch.int32))
+        loss.backward()
+        runs.append([loss.detach(), *(p.grad for p in decoder.parameters())])
+    assert {layer.self_attn.impl for layer in decoder.model.layers} == {"materialized"}
+    for a, b in zip(*runs):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    with pytest.raises(ModelError, match="attention must be one of flash, materialized; got 'spec'"):
+        decoder.attention = "spec"
+
+
 def test_a_tied_head_is_one_parameter_with_one_gradient():
     decoder = from_transformers(hf_model("llama-tied"))
     assert decoder.lm_head.weight is decoder.model.embed_tokens.weight

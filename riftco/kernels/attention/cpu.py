@@ -85,6 +85,9 @@ def backward(
                 cols = block.cols
                 mine = slice(cols.start - start, cols.stop - start)  # of d_k and d_v, where it starts at 0 or above
                 wanted_k, wanted_v = (t if mine.start >= 0 else None for t in (sum_k, sum_v))
+                only_v = sum_q is None and wanted_k is None and d_bias is None
+                if only_v and wanted_v is None:
+                    continue
                 if softcap:
                     capped = _capped(_bmm(x, keys[:, cols].mT, scale), softcap)
                     s = capped + minus_lse
@@ -94,7 +97,7 @@ def backward(
                 kept = None if seed is None else heads.kept(seed, rows, cols, dropout_p).float().div_(1 - dropout_p)
                 if wanted_v is not None:
                     wanted_v[:, mine] += torch.bmm((p if kept is None else p * kept).mT, g)
-                if sum_q is None and wanted_k is None and d_bias is None:
+                if only_v:
                     continue
                 if kept is None:
                     d_s = torch.baddbmm(minus_delta, g, values[:, cols].mT).mul_(p)

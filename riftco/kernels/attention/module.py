@@ -29,6 +29,7 @@ class Attention(nn.Module):
         norm_eps: its epsilon.
         rotary: a RotaryEmbedding that turns q and k; several layers may share one.
         dropout: of softmax weights, in training mode.
+        attention: "flash", linear in memory, or "materialized", which holds all scores; see `attention`'s impl.
 
     Parameters have the names of transformers' Llama family.
     """
@@ -50,6 +51,7 @@ class Attention(nn.Module):
         norm_eps: float = 1e-6,
         rotary: RotaryEmbedding | None = None,
         dropout: float = 0.0,
+        attention: str = "flash",
         device=None,
         dtype=None,
     ):
@@ -63,6 +65,7 @@ class Attention(nn.Module):
         if rotary is not None and rotary.head_dim != D:
             raise ValueError(f"Attention: rotary turns heads of {rotary.head_dim}, but head_dim is {D}")
         self.causal, self.scale, self.window, self.softcap, self.dropout = causal, scale, window, softcap, dropout
+        self.impl = attention
         make = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(hidden_size, num_heads * D, bias=bias, **make)
         self.k_proj = nn.Linear(hidden_size, num_kv_heads * D, bias=bias, **make)
@@ -107,7 +110,7 @@ class Attention(nn.Module):
         out = attention(
             q, k, v, causal=self.causal, scale=self.scale, window=self.window, softcap=self.softcap, sinks=self.sinks,
             bias=bias, dropout_p=self.dropout if self.training else 0.0, cu_seqlens_q=cu_seqlens,
-            max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen, k_lens=lens,
+            max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen, k_lens=lens, impl=self.impl,
         )  # fmt: skip
         assert isinstance(out, Tensor)
         return self.o_proj(out.flatten(-2))
@@ -129,7 +132,7 @@ class Attention(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"head_dim={self.head_dim}, causal={self.causal}, scale={self.scale}, window={self.window}, "
-            f"softcap={self.softcap}, dropout={self.dropout}"
+            f"softcap={self.softcap}, dropout={self.dropout}, attention={self.impl}"
         )
 
 

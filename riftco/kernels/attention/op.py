@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from .._contract import autocast, checks_enabled, define, needs_grad, once_differentiable, same_device
-from . import spec
+from . import materialized, spec
 
+IMPLS = ("flash", "materialized", "spec")
 HERE = "riftco.kernels.attention"
 OPTIONS = "float? scale, int? left, int? right, float softcap, float dropout_p"
 TENSORS = "Tensor? cu_q, Tensor? cu_k, Tensor? k_lens, Tensor? bias, Tensor? sinks, Tensor? seed"
@@ -51,7 +52,7 @@ fwd = define(
     launchers={
         "cpu": f"{HERE}.cpu:forward",
         "cuda": f"{HERE}.cuda:forward",
-        "mps": f"{HERE}.spec:forward",
+        "mps": f"{HERE}.composed:forward",
         "xla": "riftco.tpu.attention:forward",
     },
 )
@@ -65,7 +66,7 @@ bwd = define(
     launchers={
         "cpu": f"{HERE}.cpu:backward",
         "cuda": f"{HERE}.cuda:backward",
-        "mps": f"{HERE}.spec:backward",
+        "mps": f"{HERE}.composed:backward",
         "xla": "riftco.tpu.attention:backward",
     },
 )
@@ -160,7 +161,9 @@ def attention(
             that way; everything else never does.
         return_lse: also return the log-sum-exp of the scores, [B, H, T] or packed [H, total], float32 (float64 for
             float64). Differentiable.
-        impl: "spec" runs the plain-torch meaning under autograd (double backward works; holds T x S scores).
+        impl: None, "flash": the device's kernel, linear in memory. "materialized": matmul, masked softmax, matmul in
+            plain torch under autograd, on every device: holds all scores and saves the probabilities, [B, H, T, S].
+            "spec": the plain-torch meaning under autograd, slower still. Both take double backward.
 
     Returns:
         out [B, T, H, Dv] or [total, H, Dv] in q's dtype; with return_lse (out, lse).
@@ -170,7 +173,7 @@ def attention(
             cu_seqlens that do not ascend from 0 to at most the number of rows, or a document above max_seqlen.
 
     Under autocast q, k, v are cast to its dtype, as PyTorch does.
-    Devices: cpu and xla (blocked), cuda (Triton; Gluon on Hopper), mps (plain torch, holds T x S scores).
+    Devices: cpu (blocked), cuda (Triton; Gluon on Hopper), mps and xla (composed of PyTorch's operations, in tiles).
     Numerics: float32 accumulation and softmax; P and dS are rounded once to 16 bit on CUDA for 16-bit inputs; in
     float16 dO is brought into range by a power of two a document and head, undone exactly.
     Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2; Milakov & Gimelshein 2018 for the online softmax.
@@ -186,14 +189,18 @@ def attention(
         cu_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
         check_documents("cu_seqlens_k", cu_k, k.shape[0], max_seqlen_k)
     bias = bias if bias is None or bias.dim() == 4 else bias.reshape((1,) * (4 - bias.dim()) + bias.shape)
-    seed = torch.randint(1 << 62, (1,), device=q.device) if dropout_p else None
+    seed = draw_seed(q.device) if dropout_p else None
     options = (scale, left, right, softcap, dropout_p)
-    if impl == "spec":
+    if impl in ("materialized", "spec"):
         if kv_grad_start:
             k, v = (
                 torch.cat([t[..., :kv_grad_start, :, :].detach(), t[..., kv_grad_start:, :, :]], -3) for t in (k, v)
             )
-        out, lse = spec.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, k_lens, bias, sinks, seed, *options)
+        tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, k_lens, bias, sinks, seed)
+        if impl == "spec":
+            out, lse = spec.forward(*tensors, *options)
+        else:
+            out, lse = materialized.attend(*tensors, *options, return_lse)
     elif needs_grad(q, k, v, bias, sinks):
         deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
         out, lse = Attention.apply(
@@ -202,6 +209,11 @@ def attention(
     else:
         out, lse = fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, k_lens, bias, sinks, seed, *options)
     return (out, lse) if return_lse else out
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """int64 [1], from torch's generator of the device: no synchronisation."""
+    return torch.randint(1 << 62, (1,), device=device)
 
 
 def _window(window: tuple[int | None, int | None], causal: bool) -> tuple[int | None, int | None]:
@@ -251,8 +263,8 @@ def _check(q, k, v, cu_q, cu_k, impl) -> None:
             )
     if cu_q is not None and cu_k is not None and len(cu_q) != len(cu_k):
         raise ValueError(f"attention: cu_seqlens_q and cu_seqlens_k differ in length: {len(cu_q)} and {len(cu_k)}")
-    if impl not in (None, "spec"):
-        raise ValueError(f"attention: impl must be None or 'spec'; got {impl!r}")
+    if impl not in (None, *IMPLS):
+        raise ValueError(f"attention: impl must be None or one of {', '.join(IMPLS)}; got {impl!r}")
     same_device("attention", q=q, k=k, v=v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
 
 

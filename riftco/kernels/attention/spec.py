@@ -22,16 +22,16 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q [B, T, H, D], k [B, S, K, D], v [B, S, K, Dv], or packed -> out [B, T, H, Dv], lse [B, H, T] (natural log)."""
     see = visible(q, k, cu_q, cu_k, k_lens, left, right)
-    k, v = _existing(k, cu_q, cu_k, k_lens), _existing(v, cu_q, cu_k, k_lens)
-    s = _scores(_existing(q, cu_q), k, scale, softcap)
-    s = _masked(s, see, bias)
+    k, v = existing(k, cu_q, cu_k, k_lens), existing(v, cu_q, cu_k, k_lens)
+    s = _scores(existing(q, cu_q), k, scale, softcap)
+    s = masked(s, see, bias)
     if sinks is not None:
-        s = torch.cat([s, _sink_scores(sinks, s, cu_q)], -1)
+        s = torch.cat([s, sink_scores(sinks, s, cu_q)], -1)
     live = (s.detach() != -torch.inf).any(-1)
     lse = s.masked_fill(~live.unsqueeze(-1), 0.0).logsumexp(-1)  # rows that see no key stay finite for autograd
     p = (s[..., : k.shape[-3]] - lse.unsqueeze(-1)).exp()
     if seed is not None:
-        p = p * _kept(p, seed, dropout_p)
+        p = p * keep_mask(p, seed, dropout_p)
     out = torch.einsum("...kgts,...skd->...tkgd", p, v.to(p.dtype)).flatten(-3, -2)
     return out.to(q.dtype).contiguous(), lse.masked_fill(~live, -torch.inf).flatten(-3, -2)
 
@@ -52,17 +52,17 @@ def backward(
     """
     K = k.shape[-2]
     see = visible(q, k, cu_q, cu_k, k_lens, left, right)
-    q_in, k_in, v_in = _existing(q, cu_q), _existing(k, cu_q, cu_k, k_lens), _existing(v, cu_q, cu_k, k_lens)
+    q_in, k_in, v_in = existing(q, cu_q), existing(k, cu_q, cu_k, k_lens), existing(v, cu_q, cu_k, k_lens)
     raw = _scores(q_in, k_in, scale, softcap)
-    s = _masked(raw, see, bias)
+    s = masked(raw, see, bias)
     log_sum = lse.unflatten(-2, (K, -1)).unsqueeze(-1)
     live = log_sum != -torch.inf
     p = torch.where(live, (s - log_sum.masked_fill(~live, 0.0)).exp(), 0.0)
-    g = _grouped(_existing(d_out, cu_q), K).to(s.dtype)
-    delta = (g * _grouped(_existing(out, cu_q), K).to(s.dtype)).sum(-1).movedim(-3, -1)  # [.., K, G, T]
+    g = _grouped(existing(d_out, cu_q), K).to(s.dtype)
+    delta = (g * _grouped(existing(out, cu_q), K).to(s.dtype)).sum(-1).movedim(-3, -1)  # [.., K, G, T]
     if d_lse is not None:
         delta = delta - d_lse.unflatten(-2, (K, -1)).to(s.dtype).masked_fill(~live.squeeze(-1), 0.0)
-    kept = _kept(p, seed, dropout_p) if seed is not None else 1.0
+    kept = keep_mask(p, seed, dropout_p) if seed is not None else 1.0
     d_q, d_k, d_v = q.new_empty(0), k.new_empty(0), v.new_empty(0)
     d_bias, d_sinks = q.new_empty(0), q.new_empty(0)
     if need_v:
@@ -147,7 +147,9 @@ def dout_exponent(d_out: Tensor, cu_q: Tensor | None) -> Tensor:
         zero = largest.new_zeros(())
         largest = torch.stack([torch.where(row[:, None], largest, zero).max(0).values if len(i) else largest.sum(0)
                                for row in inside])  # fmt: skip
-    exponent = 3 - torch.frexp(largest).exponent  # frexp's mantissa lies in [0.5, 1)
+    bit = torch.arange(62, device=largest.device)  # frexp by counting powers of two from float16's least on, as no
+    powers = torch.ones_like(bit) << bit  # device but CPU and CUDA has frexp
+    exponent = 27 - (largest.unsqueeze(-1) * 2.0**24 >= powers).sum(-1)
     return exponent.masked_fill(largest == 0, 0).to(torch.int32)
 
 
@@ -163,7 +165,7 @@ def _scores(q: Tensor, k: Tensor, scale: float | None, softcap: float) -> Tensor
     return softcap * torch.tanh(s / softcap) if softcap else s
 
 
-def _masked(s: Tensor, see: Tensor, bias: Tensor | None) -> Tensor:
+def masked(s: Tensor, see: Tensor, bias: Tensor | None) -> Tensor:
     """s [.., K, G, T, S] with the bias added and -inf where a row does not see a key."""
     if bias is not None:
         B, K, G, T, S = s.shape
@@ -175,7 +177,7 @@ def _masked(s: Tensor, see: Tensor, bias: Tensor | None) -> Tensor:
     return s.masked_fill(~see, -torch.inf)
 
 
-def _sink_scores(sinks: Tensor, s: Tensor, cu_q: Tensor | None) -> Tensor:
+def sink_scores(sinks: Tensor, s: Tensor, cu_q: Tensor | None) -> Tensor:
     """[.., K, G, T, 1]: the sink of each row; rows of no document have none."""
     column = sinks.to(s.dtype).view(s.shape[-4], s.shape[-3], 1, 1).expand(*s.shape[:-1], 1)
     if cu_q is None:
@@ -183,7 +185,7 @@ def _sink_scores(sinks: Tensor, s: Tensor, cu_q: Tensor | None) -> Tensor:
     return column.masked_fill(_outside(s.shape[-2], cu_q).unsqueeze(-1), -torch.inf)
 
 
-def _kept(p: Tensor, seed: Tensor, dropout_p: float) -> Tensor:
+def keep_mask(p: Tensor, seed: Tensor, dropout_p: float) -> Tensor:
     """p's dropout mask over 1 - dropout_p: 0 where a probability is dropped."""
     *lead, K, G, T, S = p.shape
     heads = torch.arange(p.shape[:-2].numel(), device=p.device).view(*lead, K, G, 1, 1)
@@ -196,7 +198,7 @@ def _outside(rows: int, cu: Tensor) -> Tensor:
     return (row < cu[0]) | (row >= cu[-1])
 
 
-def _existing(x: Tensor, cu_q: Tensor | None, cu_k: Tensor | None = None, k_lens: Tensor | None = None) -> Tensor:
+def existing(x: Tensor, cu_q: Tensor | None, cu_k: Tensor | None = None, k_lens: Tensor | None = None) -> Tensor:
     """Rows of no document and keys beyond k_lens become 0: whatever they hold, even NaN, must not reach a result."""
     if k_lens is not None:
         beyond = torch.arange(x.shape[1], device=x.device) >= k_lens.unsqueeze(-1)

@@ -1,0 +1,59 @@
+"""The materialised route gives what flash gives, with every option; what each keeps for the backward."""
+
+import pytest
+import support
+import torch
+
+from riftco.functional import attention
+from riftco.kernels._check import inputs_of, outputs_and_grads, to, within_budget
+from riftco.kernels.attention import cases
+
+DEVICES = support.device_params(("cpu", "cuda"))
+
+
+def materialized(inputs, case):
+    return cases.call(inputs, case, "materialized")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", cases.CASES + cases.OPTION_CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_materialized_is_the_spec(case, dtype, device):
+    """By the budget that flash has."""
+    inputs = inputs_of(cases, case, dtype)
+    oracle = outputs_and_grads(cases.reference, cases, case, to(inputs, torch.float64, "cpu"))
+    near = outputs_and_grads(cases.reference, cases, case, to(inputs, torch.float32, "cpu"))
+    got = outputs_and_grads(materialized, cases, case, to(inputs, dtype, device.torch_device))
+    for name in oracle:
+        within_budget(name, got[name], oracle[name], near[name], dtype, cases.ROUNDINGS.get(name, 0), loss=device.loss)
+
+
+def test_what_is_kept():
+    """Probabilities [B, H, T, S] against lse [B, H, T]."""
+    q, k, v = (torch.randn(1, 64, h, 8, requires_grad=True) for h in (4, 2, 2))
+    kept = {}
+    for impl in ("flash", "materialized"):
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, s=sizes: s.append(t.numel()) or t, lambda t: t):
+            attention(q, k, v, causal=True, impl=impl)
+        kept[impl] = max(sizes)
+    assert kept == {"flash": q.numel(), "materialized": 4 * 64 * 64}
+
+
+def test_double_backward():
+    leaves = [torch.randn(1, 4, h, 3, dtype=torch.float64, requires_grad=True) for h in (2, 1, 1)]
+    sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
+
+    def run(q, k, v, sinks):
+        return attention(q, k, v, causal=True, window=(2, 0), sinks=sinks, softcap=2.0, impl="materialized")
+
+    assert torch.autograd.gradcheck(run, (*leaves, sinks))
+    assert torch.autograd.gradgradcheck(run, (*leaves, sinks))
+
+
+def test_rows_that_see_nothing():
+    q, k, v = (torch.randn(1, n, 1, 8, requires_grad=True) for n in (5, 3, 3))
+    out, lse = attention(q, k, v, causal=True, return_lse=True, impl="materialized")
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert (out[:, :2] == 0).all() and (lse[..., :2] == -torch.inf).all() and (grads[0][:, :2] == 0).all()
+    assert all(g.isfinite().all() for g in grads)
