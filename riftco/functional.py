@@ -14,6 +14,7 @@ from .kernels.attention import (
     scaled_dot_product_attention,
     varlen_attn,
 )
+from .kernels.attention.probe import attention_backward
 from .kernels.cross_entropy.op import cross_entropy
 from .kernels.linear_cross_entropy.op import linear_cross_entropy
 from .kernels.lora_linear.op import lora_linear
@@ -30,6 +31,7 @@ __all__ = [
     "NF4Weight",
     "adam_step",
     "attention",
+    "attention_backward",
     "cross_entropy",
     "dequantize_nf4",
     "flash_attn_func",

@@ -16,6 +16,9 @@ def explain(
     device: Annotated[str | None, typer.Option("--device", help="cpu, cuda, mps or xla; all without it.")] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="float32, float16, bfloat16 or float64.")] = "float32",
     op: Annotated[str | None, typer.Option("--op", help="Only ops whose name contains this.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Which attention backward a run of this model would pick.")
+    ] = None,
     log_json: options.LogJson = False,
     debug: options.Debug = False,
 ) -> None:
@@ -25,7 +28,7 @@ def explain(
     """
     from ..train.use import explained
 
-    for row in explained(device, dtype, op):
+    for row in explained(device, dtype, op, model):
         if log_json:
             typer.echo(json.dumps(row))
         else:

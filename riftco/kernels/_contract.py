@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -36,6 +37,8 @@ class Choice:
 
 
 TABLE: dict[str, Op] = {}  # the op x device table: what explain() prints
+_PINNED: dict[tuple[str, str], tuple[Choice, int]] = {}  # (op, device) -> what is fixed, and by how many runs
+_PINNING = threading.Lock()
 
 
 def define(name: str, schema: str, *, fake: Callable, spec: str, launchers: Mapping[str, str]):
@@ -63,7 +66,14 @@ def define(name: str, schema: str, *, fake: Callable, spec: str, launchers: Mapp
 
 
 def choose(name: str, device: str, dtype: torch.dtype = torch.float32) -> Choice:
-    """Which launcher of op `name` serves `device` and `dtype`, and why. Pure but for the RIFTCO_IMPL request."""
+    """Which launcher of op `name` serves `device` and `dtype`, and why: what a run has `pinned`, else its own."""
+    if dtype != torch.float64 and (name, device) in _PINNED:
+        return _PINNED[name, device][0]
+    return own(name, device, dtype)
+
+
+def own(name: str, device: str, dtype: torch.dtype = torch.float32) -> Choice:
+    """`choose` outside of any run. Pure but for the RIFTCO_IMPL request."""
     op, asked = TABLE[name], os.environ.get("RIFTCO_IMPL", "")
     if asked and asked not in IMPLS:
         raise ValueError(f"RIFTCO_IMPL={asked!r}; accepted: {', '.join(IMPLS)}")
@@ -85,6 +95,33 @@ def choose(name: str, device: str, dtype: torch.dtype = torch.float32) -> Choice
         raise NotImplementedError(f"no {device} kernel for riftco::{name}; it has: {', '.join(op.launchers)}")
     path = op.launchers[device]
     return Choice(path, f"{device}: {'plain torch (the spec)' if path == op.spec else 'its own launcher'}")
+
+
+@contextlib.contextmanager
+def pinned(name: str, choices: Mapping[str, Choice]) -> Iterator[None]:
+    """Fix what `choose` says of op `name`, device type -> choice, for all threads until the with-block ends.
+
+    Autograd runs backwards in threads of its own, so that a context variable would not reach them. Blocks may overlap
+    where they agree; another path than the one that is fixed raises RuntimeError.
+    """
+    with _PINNING:
+        for device, choice in choices.items():
+            held, _ = _PINNED.get((name, device), (choice, 0))
+            if held.path != choice.path:
+                raise RuntimeError(
+                    f"riftco::{name} on {device} is {held.path} ({held.why}); it cannot become {choice.path} now"
+                )
+        for device, choice in choices.items():
+            held, holders = _PINNED.get((name, device), (choice, 0))
+            _PINNED[name, device] = held, holders + 1
+    try:
+        yield
+    finally:
+        with _PINNING:
+            for device in choices:
+                held, holders = _PINNED.pop((name, device))
+                if holders > 1:
+                    _PINNED[name, device] = held, holders - 1
 
 
 @functools.cache

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import pathlib
@@ -26,7 +27,9 @@ from safetensors.torch import load_file, save_file
 from .. import __version__
 from ..adapters import LoraSpec, apply_lora, load_adapter, save_adapter
 from ..data import Batch, DataError, Dataset, Example, Loader, load_examples
+from ..functional import attention_backward
 from ..models import Decoder, Tokenizer, base_digest, load_model, load_tokenizer, save_hf
+from ..models.config import DecoderConfig
 from ..models.load import open_source
 from ..models.tokenizer import SOURCE
 from ..optim import Adam
@@ -110,7 +113,8 @@ class Run:
         with stop_signals() as asked:
             if self.held_out and self.before is None:
                 self.before = self._evaluate("before training", asked)
-            metrics = self._train(asked)
+            with self._attention():
+                metrics = self._train(asked)
             weights = self._result(output) if self.trainer.step else output
             after = self._evaluate("after training", asked) if self.held_out else None
         return Result(
@@ -125,6 +129,16 @@ class Run:
             seconds=time.perf_counter() - started,
             peak_bytes=peak_bytes(self.device),
         )
+
+    @contextlib.contextmanager
+    def _attention(self) -> Iterator[None]:
+        """The attention backward of this call: picked once, over the device that computes, reported and fixed."""
+        if self.config.attention != "flash" or self.trainer.step >= self.trainer.schedule.steps:
+            yield
+            return
+        with attention_backward([self.device], self.model.dtype, *head_shape(self.model.config), packed=True) as choice:
+            self.reporter.note(f"attention backward: {choice.path} ({choice.why})")
+            yield
 
     def _open(self, output: pathlib.Path) -> None:
         output.mkdir(parents=True, exist_ok=True)
@@ -282,6 +296,11 @@ def prepare(given: Mapping[str, Any], *, resume: bool = False, reporter: Reporte
         record=record,
         before=None if before is None else Evaluation(**before),
     )
+
+
+def head_shape(config: DecoderConfig) -> tuple[int, int, int]:
+    """Query heads, key heads, head dim."""
+    return config.num_heads, config.num_kv_heads, config.head_dim
 
 
 def read_run(output: pathlib.Path) -> dict[str, Any]:

@@ -12,10 +12,12 @@ import torch
 from .. import explain
 from ..adapters import base_weights_of, load_adapter
 from ..data import DataError, Loader, load_examples
+from ..functional import attention_backward
 from ..models import Decoder, Tokenizer, load_model, load_tokenizer
 from ..models.load import open_source
 from .config import ConfigError, pick_device
 from .evaluate import evaluate
+from .finetune import head_shape
 from .metrics import Evaluation
 
 
@@ -60,13 +62,21 @@ def evaluate_file(
     return evaluate(loaded.model, batches, loaded.device), data.skipped
 
 
-def explained(device: str | None, dtype: str, op: str | None) -> list[dict[str, str]]:
-    """Rows of riftco.explain for names as a user types them."""
+def explained(device: str | None, dtype: str, op: str | None, model: str | None = None) -> list[dict[str, str]]:
+    """Rows of riftco.explain for names as a user types them; with a model, one row instead: the attention backward
+    that a run on `device` would pick for its head shape."""
     devices, dtypes = ("cpu", "cuda", "mps", "xla"), ("float32", "float16", "bfloat16", "float64")
     if device is not None and device not in devices:
         raise ConfigError(f"--device must be one of {', '.join(devices)}; got {device!r}")
     if dtype not in dtypes:
         raise ConfigError(f"--dtype must be one of {', '.join(dtypes)}; got {dtype!r}")
+    if model is not None:
+        where = pick_device(device or "auto")
+        with attention_backward(
+            [where], getattr(torch, dtype), *head_shape(open_source(model).config), packed=True
+        ) as choice:
+            row = {"op": "attention_bwd", "device": where.type, "implementation": choice.path, "why": choice.why}
+        return [row]
     rows = [r for r in explain(device, getattr(torch, dtype)) if op is None or op in r["op"]]
     if not rows:
         raise ConfigError(f"no op's name contains {op!r}; riftco explain lists all")

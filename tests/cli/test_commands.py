@@ -25,12 +25,14 @@ def test_unknown_options_exit_with_2(riftco):
     assert "--nose" in riftco("finetune", "--nose", code=2).stderr
 
 
-def test_explain_names_what_runs(riftco):
+def test_explain_names_what_runs(riftco, model):
     rows = [json.loads(r) for r in riftco("explain", "--op", "cross_entropy_fwd", "--log-json").stdout.splitlines()]
     by_device = {r["device"]: r["implementation"] for r in rows if r["op"] == "cross_entropy_fwd"}
     assert by_device["cuda"] == "riftco.kernels.cross_entropy.cuda:forward"
     assert set(by_device) == {"cpu", "cuda", "mps", "xla"}
     assert "cross_entropy_fwd" in riftco("explain", "--device", "cpu").stdout
+    row = json.loads(riftco("explain", "--model", model, "--device", "cpu", "--log-json").stdout)
+    assert (row["op"], row["device"], row["implementation"]) == ("attention_bwd", "cpu", "native")
     assert "no op's name contains 'nose'" in riftco("explain", "--op", "nose", code=2).stderr
     assert "--dtype must be one of" in riftco("explain", "--dtype", "int3", code=2).stderr
 
