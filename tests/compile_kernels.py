@@ -47,7 +47,8 @@ def build(kernel: JITFunction, arguments: dict, options: dict, capability: int) 
     signature, constants, attributes = {}, {}, {}
     for at, p in enumerate(kernel.params):
         value = arguments[p.name]
-        if p.is_constexpr or value is None or (type(value) is int and value == 1):
+        specialised = not p.do_not_specialize
+        if p.is_constexpr or value is None or (type(value) is int and value == 1 and specialised):
             signature[p.name], constants[p.name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[p.name] = "*" + TYPES[value.dtype]
@@ -56,7 +57,7 @@ def build(kernel: JITFunction, arguments: dict, options: dict, capability: int) 
             signature[p.name] = "fp32"
         else:
             signature[p.name] = "i32" if abs(value) < 1 << 31 else "i64"
-            if value % 16 == 0:
+            if value % 16 == 0 and specialised:
                 attributes[(at,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -70,23 +71,39 @@ def build(kernel: JITFunction, arguments: dict, options: dict, capability: int) 
     return done.metadata.shared, sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", said))
 
 
-def attention(dtype: torch.dtype, D: int, DV: int, packed: bool) -> None:
-    from riftco.kernels.attention import cuda
+def attention(dtype: torch.dtype, D: int, DV: int, variant: str, room: int) -> None:
+    """One forward and backward with the tiles for `room` bytes of shared memory; variants as below."""
+    from riftco.kernels.attention import cuda, route
 
+    route.shared_memory = lambda device: room
+    packed = variant.startswith("packed")
     lead = () if packed else (2,)
     q, k = torch.empty(*lead, 256, 4, D, dtype=dtype), torch.empty(*lead, 256, 2, D, dtype=dtype)
     v = torch.empty(*lead, 256, 2, DV, dtype=dtype)
     cu = torch.tensor([0, 100, 256], dtype=torch.int32) if packed else None
-    tensors, options = (cu, None, None, None, None, None), (None, None, 0, 0.0, 0.0)
+    k_lens = torch.tensor([200, 256], dtype=torch.int32) if variant == "k_lens" else None
+    bias = {"bias": torch.empty(2, 1, 256, 256), "mask": torch.empty(1, 4, 256, 256, dtype=torch.bool)}.get(variant)
+    sinks = torch.empty(4) if variant == "sinks" else None
+    seed = torch.empty(1, dtype=torch.int64) if variant.endswith("dropout") else None
+    tensors = cu, None, k_lens, bias, sinks, seed
+    left, right = (20, 30) if variant.endswith("window") else (None, None if variant == "full" else 0)
+    options = None, left, right, 20.0 if variant.endswith("softcap") else 0.0, 0.1 if seed is not None else 0.0
     out, lse = cuda.forward(q, k, v, *tensors, *options)
-    needs = (True, True, True, False, False)
-    cuda.backward(torch.empty_like(out), None, q, k, v, out, lse, *tensors, *options, 0, False, *needs)
+    start = 100 if variant == "last keys" else 0
+    needs = (True, True, True, variant == "bias", False)
+    cuda.backward(torch.empty_like(out), None, q, k, v, out, lse, *tensors, *options, start, False, *needs)
 
+
+VARIANTS = (
+    "causal", "full", "window", "packed", "packed window", "packed dropout", "softcap", "sinks", "bias", "mask",
+    "dropout", "k_lens", "last keys",
+)  # fmt: skip
 
 if __name__ == "__main__":
-    capability, dtype, D, DV, packed = int(sys.argv[1]), getattr(torch, sys.argv[2]), *map(int, sys.argv[3:6])
-    with recorded() as calls:
-        attention(dtype, D, DV, bool(packed))
-    for kernel, arguments, options in calls:
-        shared, spilled = build(kernel, arguments, options, capability)
-        print(kernel.__name__, shared, spilled, flush=True)
+    capability, room, dtype, D, DV = int(sys.argv[1]), int(sys.argv[2]), getattr(torch, sys.argv[3]), *sys.argv[4:6]
+    for variant in sys.argv[6].split(",") if len(sys.argv) > 6 else VARIANTS:
+        with recorded() as calls:
+            attention(dtype, int(D), int(DV), variant, room)
+        for kernel, arguments, options in calls:
+            shared, spilled = build(kernel, arguments, options, capability)
+            print(kernel.__name__, shared, spilled, flush=True)

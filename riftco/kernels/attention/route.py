@@ -1,10 +1,14 @@
-"""Which Triton kernels serve a head shape, and with which tiles. Torch-only and pure: tests and explain() read it."""
+"""Which kernels serve a head shape, and with which tiles. Torch-only and pure: tests and explain() read it."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 ROW_PRODUCTS = 8192  # elements that a program of the rows route multiplies at once: 64 registers a thread
+LEAST_SHARED = 99 << 10  # bytes of shared memory a block that every GPU since Ampere has
+HOPPER_SHARED = 227 << 10  # and those of a data centre since Hopper
 
 
 @dataclass(frozen=True)
@@ -25,35 +29,113 @@ class Route:
     tiles: Tiles
 
 
-# (bytes of an element, padded head dim) -> tiles; all fit the 99 KiB of shared memory that every GPU since Ampere has
+# (shared memory, bytes of an element, padded head dim) -> tiles; the first that a GPU has room for
 TILES = {
-    (2, 64): Tiles((128, 64, 4, 2), (64, 64, 8, 2), (64, 64, 4, 2)),
-    (2, 128): Tiles((64, 64, 4, 2), (32, 64, 8, 2), (64, 32, 4, 2)),
-    (2, 256): Tiles((64, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
-    (2, 512): Tiles((16, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
-    (4, 64): Tiles((32, 32, 4, 1), (32, 32, 8, 1), (32, 32, 4, 1)),
-    (4, 128): Tiles((16, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
-    (4, 256): Tiles((16, 16, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    (LEAST_SHARED, 2, 64): Tiles((128, 64, 4, 2), (64, 64, 8, 2), (64, 64, 4, 2)),
+    (LEAST_SHARED, 2, 128): Tiles((64, 64, 4, 2), (32, 64, 8, 2), (64, 32, 4, 2)),
+    (LEAST_SHARED, 2, 256): Tiles((64, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
+    (LEAST_SHARED, 2, 512): Tiles((16, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    (HOPPER_SHARED, 2, 64): Tiles((128, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 3)),
+    (HOPPER_SHARED, 2, 128): Tiles((128, 128, 8, 3), (32, 64, 4, 3), (128, 64, 8, 3)),
+    (HOPPER_SHARED, 2, 256): Tiles((128, 64, 8, 2), (64, 64, 8, 2), (128, 32, 8, 2)),
+    (LEAST_SHARED, 4, 64): Tiles((32, 32, 4, 1), (32, 32, 8, 1), (32, 32, 4, 1)),
+    (LEAST_SHARED, 4, 128): Tiles((16, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
+    (LEAST_SHARED, 4, 256): Tiles((16, 16, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
 }
 
 
-def route(dtype: torch.dtype, D: int, Dv: int) -> Route:
+# Kernels for capability 9.0 alone (cuda/hopper/): the head dims that they compute with, options that they know, and the
+# rows of an average document below which tiles that hold one document each would be mostly empty.
+HOPPER_WIDTHS: dict[str, tuple[int, ...]] = {"forward": (), "backward": ()}
+HOPPER_OPTIONS = frozenset({"window", "sinks", "k_lens", "kv_grad_start"})
+HOPPER_DOCUMENT = 256
+
+
+NEED_ROOM = frozenset({"bias", "dropout"})  # options that put tiles of their own beside the largest ones
+
+
+def route(
+    dtype: torch.dtype, D: int, Dv: int, *, backward: bool = False, capability: tuple[int, int] | None = None,
+    shared: int = LEAST_SHARED, document: int | None = None, aligned: bool = True,
+    options: frozenset[str] = frozenset(),
+) -> Route:  # fmt: skip
     """The kernels' name, head dims padded to a power of two, tiles, and why.
 
+    "hopper": capability 9.0, 16 bits, D == Dv, and all else that `_why_not_hopper` asks for.
     "tiled": D == Dv, a multiple of 8 up to 256: whole 16-byte loads and matrix units.
     "padded": other head dims up to 512 (float32: 256), D != Dv included: the same kernels, each operand padded on its
     own, with the tiles of the larger of the two.
     "rows": above that, where no tile of 16 rows fits shared memory: the same kernels with one row a program and
     products summed outside the matrix unit. Slow, for any head dim.
+
+    Args:
+        backward: the forward and the backward of a call may take different routes.
+        capability: the GPU's compute capability; None asks for a portable route.
+        shared: bytes of shared memory that a block may have.
+        document: average rows of a packed document; None where inputs are not packed.
+        aligned: TMA descriptors can be made of every operand, see `aligned`.
+        options: names of the options in use that a kernel must know: bias, dropout, softcap, ...
     """
     pad, pad_v = (max(16, 1 << (d - 1).bit_length()) for d in (D, max(Dv, 1)))
-    tiles = TILES.get((dtype.itemsize, max(64, pad, pad_v)))
+    shared = LEAST_SHARED if options & NEED_ROOM else max(shared, LEAST_SHARED)
+    rooms = sorted({room for room, *_ in TILES if room <= shared}, reverse=True)
+    found = (TILES.get((room, dtype.itemsize, max(64, pad, pad_v))) for room in rooms)
+    tiles = next((t for t in found if t is not None), None)
+    refused = _why_not_hopper(dtype, D, Dv, backward, capability, document, aligned, options)
     if tiles is None:
         block = max(1, ROW_PRODUCTS // max(pad, pad_v))
         one = (1, block, 4, 1)
         why = f"head dims {D} and {Dv} leave no room for a tile of 16 rows of {dtype}"
         return Route("rows", why, pad, pad_v, Tiles(one, (block, 1, 4, 1), one))
+    if not refused:
+        return Route("hopper", f"capability 9.0, {dtype}, head dim {D}", pad, pad_v, tiles)
+    suffix = f"; not hopper: {refused}" if capability == (9, 0) else ""
     if Dv == D and D % 8 == 0 and D <= 256:
-        return Route("tiled", f"head dim {D} is a multiple of 8 up to 256", pad, pad_v, tiles)
+        return Route("tiled", f"head dim {D} is a multiple of 8 up to 256{suffix}", pad, pad_v, tiles)
     why = f"head dims {D} and {Dv} differ" if Dv != D else f"head dim {D} is no multiple of 8 up to 256"
-    return Route("padded", why, pad, pad_v, tiles)
+    return Route("padded", why + suffix, pad, pad_v, tiles)
+
+
+def _why_not_hopper(dtype, D, Dv, backward, capability, document, aligned, options) -> str:
+    """Empty where the kernels for Hopper serve a call."""
+    widths = HOPPER_WIDTHS["backward" if backward else "forward"]
+    unknown = sorted(options - HOPPER_OPTIONS)
+    widest = max(widths, default=0)
+    reasons = (
+        (capability != (9, 0), f"capability is {capability}"),
+        (dtype.itemsize != 2, f"{dtype} is not of 16 bits"),
+        (Dv != D, f"head dims {D} and {Dv} differ"),
+        (D % 8 != 0 or widest < D, f"its kernels take multiples of 8 up to {widest}"),
+        (bool(unknown), f"its kernels do not know {', '.join(unknown)}"),
+        (not aligned, "TMA needs contiguous head dims, other strides of multiples of 16 bytes, aligned starts"),
+        (document is not None and document < HOPPER_DOCUMENT, f"documents of {document} rows leave its tiles empty"),
+    )
+    return next((text for refuses, text in reasons if refuses), "")
+
+
+def route_of(
+    q: Tensor, k: Tensor, v: Tensor, *, backward: bool = False, portable: bool = False, cu_q: Tensor | None = None,
+    others: tuple[Tensor, ...] = (), options: frozenset[str] = frozenset(),
+) -> Route:  # fmt: skip
+    """`route` of a call; `others` are more operands than q, k, v; `portable` asks for a route of every GPU."""
+    return route(
+        q.dtype, q.shape[-1], v.shape[-1], backward=backward,
+        capability=None if portable or q.device.type != "cuda" else torch.cuda.get_device_capability(q.device),
+        shared=shared_memory(q.device), document=None if cu_q is None else q.shape[0] // (len(cu_q) - 1),
+        aligned=all(descriptors_take(t) for t in (q, k, v, *others)), options=options,
+    )  # fmt: skip
+
+
+def descriptors_take(t: Tensor) -> bool:
+    """Can a TMA descriptor be made of t [.., rows, heads, head dim]?"""
+    strides = [s for s, size in zip(t.stride()[:-1], t.shape[:-1]) if size > 1]
+    steps = all(s > 0 and s * t.element_size() % 16 == 0 for s in strides)
+    return steps and t.stride(-1) == 1 and t.data_ptr() % 16 == 0
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes a block may have; the least where Triton's interpreter runs on a CPU."""
+    if device.type != "cuda":
+        return LEAST_SHARED
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
