@@ -16,7 +16,7 @@ def materialized(inputs, case):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", cases.CASES + cases.OPTION_CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", cases.CASES, ids=lambda c: c.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_materialized_is_the_spec(case, dtype, device):
     """By the budget that flash has."""

@@ -1,4 +1,4 @@
-"""Attention's portable Triton kernels: every option, planted bugs, routes, shared memory, hard shapes."""
+"""Attention's portable Triton kernels beyond the conformance cases: planted bugs, routes, tiles, hard shapes."""
 
 import os
 import pathlib
@@ -16,7 +16,6 @@ from riftco.kernels.attention.route import LEAST_SHARED, TILES, route
 
 DEVICES = support.device_params(("cpu-triton", "cuda"))
 CUDA = "riftco.kernels.attention.cuda."
-OPTIONS = tuple(c for c in cases.OPTION_CASES if c not in cases.CASES)
 NAMES = ("out", "lse", "d_q", "d_k", "d_v")
 
 
@@ -55,16 +54,6 @@ def agree(device, dtype, T, S, H, K, D, Dv=None, *, bound=None, d_out_size=1.0, 
     interpreted = device.name == "cpu-triton" and dtype == torch.bfloat16  # the interpreter truncates
     for name, a, b in zip(NAMES, got, want):
         assert nmse(a, b) <= (bound or (5e-5 if interpreted else 1e-5)), name
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow),
-              pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str,
-)  # fmt: skip
-@pytest.mark.parametrize("case", OPTIONS, ids=lambda c: c.name)
-def test_options(case, dtype, device, portable):
-    support.check_case(cases, case, dtype, device)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +113,7 @@ def test_planted_bugs(module, old, new, case, portable):
     device = next(d for d in support.DEVICES if d.name == name)
     if not device.available:
         pytest.skip(f"{name}: {device.why_not}")
-    chosen = next(c for c in (*cases.CASES, *OPTIONS, *EXTRA) if c.name == case)
+    chosen = next(c for c in (*cases.CASES, *EXTRA) if c.name == case)
     with support.mutant(CUDA + module, old, new), pytest.raises(AssertionError):
         support.check_case(cases, chosen, torch.float32, device)
 

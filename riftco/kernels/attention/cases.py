@@ -12,7 +12,7 @@ from .op import attention
 GRADS = ("q", "k", "v", "bias", "sinks")
 # P enters two matmuls in the inputs' 16 bits (out, d_v), dS two (d_q, d_k); D = sum(dO O) reads the stored, rounded O
 ROUNDINGS = {"out": 1, "d_v": 1, "d_q": 2, "d_k": 2, "d_bias": 1, "d_sinks": 1}
-CASES = (
+PLAIN_CASES = (
     Case("one row", dict(B=1, T=1, S=3, H=1, K=1, D=8, DV=8)),
     Case("odd sizes", dict(B=2, T=37, S=41, H=3, K=1, D=24, DV=24)),
     Case("causal, several tiles", dict(B=1, T=150, S=150, H=2, K=1, D=64, DV=64), dict(causal=True)),
@@ -93,6 +93,7 @@ def _documents(starts: tuple[int, ...], H: int, K: int, D: int) -> tuple[dict[st
     return dict(T=starts[-1], S=starts[-1], H=H, K=K, D=D, DV=D), dict(causal=True, cu_q=starts)
 
 
+CASES = PLAIN_CASES + OPTION_CASES
 BENCH = (
     Case("causal", _square(8, 2048, 16, 16, 128), CAUSAL),
     Case("causal, 8k", _square(2, 8192, 16, 16, 128), CAUSAL),
