@@ -43,8 +43,8 @@ def why_not(t: Tensor) -> str:
     if t.data_ptr() % 16:
         return "the first element is not aligned to 16 bytes"
     for size, stride in zip(t.shape[:-1], t.stride()[:-1]):
-        if size > 1 and (stride % 8 or not 0 < stride < WRAP):
-            return f"a stride of {stride} elements is no positive multiple of 16 bytes"
+        if size > 1 and (stride % 8 or not 0 <= stride < WRAP):
+            return f"a stride of {stride} elements is no multiple of 16 bytes"
         if size >= END:
             return f"a dimension of {size} is too long"
     return ""
