@@ -29,7 +29,7 @@ def build(kernel: JITFunction, arguments: dict, options: dict) -> tuple[int, int
     """(shared memory, spilled bytes, local accesses in the main loops, warnings)."""
     signature, constants, attributes = {}, {}, {}
     for at, p in enumerate(kernel.params):
-        value = arguments[p.name]
+        value = arguments.get(p.name, options.get(p.name))
         if p.is_constexpr or value is None:
             signature[p.name], constants[(at,)] = "constexpr", value
         elif isinstance(value, TensorDescriptor):
@@ -59,7 +59,7 @@ def local_in_loops(sass: str, longest: int = 1200) -> int:
     code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass)]
     number = {at: n for n, (at, _) in enumerate(code)}
     found: set[int] = set()
-    for n, (at, text) in enumerate(code):
+    for n, (_at, text) in enumerate(code):
         jump = re.search(r"BRA.*?0x([0-9a-f]+)", text)
         start = number.get(int(jump.group(1), 16)) if jump else None
         if start is None or start >= n or n - start > longest:
@@ -76,7 +76,7 @@ def main(calls: Callable[[], None]) -> None:
         print(kernel.__name__, *build(kernel, arguments, options), flush=True)
 
 
-def forward(dtype: torch.dtype, D: int, packed: bool, right: int | None, left: int | None, extras: str) -> None:
+def forward(dtype: torch.dtype, D: int, packed: bool, left: int | None, right: int | None, extras: str) -> None:
     from riftco.kernels.attention.cuda.hopper import forward as room
 
     room._programs = lambda device: 132

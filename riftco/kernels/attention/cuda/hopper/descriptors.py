@@ -28,7 +28,7 @@ TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 def width(D: int) -> int:
     """The head dim that the kernels compute with: what is missing up to it is filled with zeros by the hardware."""
-    return next(w for w in WIDTHS if D <= w)
+    return next(w for w in WIDTHS if w >= D)
 
 
 def why_not(t: Tensor) -> str:

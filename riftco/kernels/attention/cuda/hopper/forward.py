@@ -207,7 +207,7 @@ def _barriers(full: gl.constexpr, empty: gl.constexpr, readers: gl.constexpr):
 @gluon.jit(do_not_specialize=["slots", "heads", "H", "G", "T", "S", "docs", "k_step", "v_step", "left", "right"])
 def attention_forward(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr, table_ptr, k_lens_ptr, counter_ptr, slots, heads, H, G, T, S,
-    docs, k_step, v_step, left, right, scale, cap, V: gl.constexpr, num_warps: gl.constexpr,
+    docs, k_step, v_step, left, right, scale, cap, V: gl.constexpr,
 ):  # fmt: skip
     dt: gl.constexpr = q_desc.dtype
     WG: gl.constexpr = V.value.tiles.WG
@@ -269,18 +269,17 @@ def forward(
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out like q, and lse [B, H, T] or [H, total] float32 (spec.py). descriptors.why_not() is "" for q, k and v."""
-    packed_rows = cu_q is not None
     (T, H, D), (S, K) = q.shape[-3:], k.shape[-3:-1]
-    B = 1 if packed_rows else q.shape[0]
+    B = q.shape[0] if cu_q is None else 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty((H, T) if packed_rows else (B, H, T), dtype=torch.float32, device=q.device)
+    lse = torch.empty((B, H, T) if cu_q is None else (H, T), dtype=torch.float32, device=q.device)
     if q.numel() == 0:
         return out, lse
     if k.numel() == 0:  # a descriptor needs a row, which the mask hides
         k = v = q.new_zeros(D).expand(*k.shape[:-3], 1, K, D)
     tiles = tiles or TILES[width(D)]
     variant = Variant(
-        width(D), tiles, LEFT=left is not None, RIGHT=right is not None, PACKED=packed_rows, K_LENS=k_lens is not None,
+        width(D), tiles, LEFT=left is not None, RIGHT=right is not None, PACKED=cu_q is not None, K_LENS=k_lens is not None,
         SINKS=sinks is not None, CAP=softcap > 0,
     )  # fmt: skip
     factor, cap = softmax_scale(q, scale) * LOG2E, 0.0
@@ -288,7 +287,7 @@ def forward(
         factor, cap = 2 * factor / softcap, softcap * LOG2E
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     table, docs, slots = counter, 0, triton.cdiv(T, tiles.BM)
-    if packed_rows:
+    if cu_q is not None:
         table = schedule.table(cu_q, cu_q if cu_k is None else cu_k, T, S, tiles.BM, right is not None)
         docs, slots = cu_q.shape[0] - 1, table.shape[0]
     k_step, v_step = 0, 0

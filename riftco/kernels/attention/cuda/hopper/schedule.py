@@ -108,7 +108,7 @@ def entry(table_ptr, slot):
 
 @gluon.jit
 def place(number, tiles, heads, group):
-    """Number -> (place among the tiles, head), `heads` taken in groups of `group`: all tiles of a group before the next.
+    """Number -> (place among the tiles, head); `heads` come in groups of `group`, all tiles of one before the next.
 
     Neighbours share a tile and differ in the head.
     """

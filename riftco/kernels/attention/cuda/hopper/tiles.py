@@ -1,7 +1,7 @@
 """Which keys a tile sees, and the producer warp that takes tiles and loads for them.
 
-Tiles come from a counter in device memory: programs are as many as multiprocessors, and take the next tile when they are
-done. The producer reads a tile's coordinates and leaves them in a small ring in shared memory for the consumers.
+Tiles come from a counter in device memory: programs are as many as multiprocessors, and take the next tile when they
+are done. The producer reads a tile's coordinates and leaves them in a small ring in shared memory for the consumers.
 """
 
 from triton.experimental import gluon

@@ -13,7 +13,9 @@ class Tiles:
     STAGES: int
     WG: int
     REGISTERS: int
-    TURNS: int  # the warpgroups hand the tensor cores over 1: once S is done, 2: once both products are issued, 0: never
+    TURNS: (
+        int  # the warpgroups hand the tensor cores over 1: once S is done, 2: once both products are issued, 0: never
+    )
     STAGED: bool  # O leaves through a buffer of its own, so that the next Q is loaded meanwhile
     GROUP: int  # heads whose tiles are worked on together
 
