@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from riftco.kernels.attention.cuda.hopper import descriptors, schedule
+from riftco.kernels.attention.cuda.hopper import descriptors, schedule, supports
 from riftco.kernels.attention.cuda.hopper import forward as room
 
 TESTS = pathlib.Path(__file__).parents[1]
@@ -33,7 +33,7 @@ def test_dense_descriptor_sees_the_tensor_as_it_lies(shape):
     t = torch.empty(2 * 8 * 4 * 512, dtype=BF).as_strided(shape, (16384, 2048, 512, 1))
     d = descriptors.describe(t, 64)
     assert d.shape == [shape[0], shape[2], shape[1], shape[3]]
-    assert d.block_shape == [1, 1, 64, descriptors.width(shape[3])]
+    assert d.block_shape == [1, 1, 64, supports.width(shape[3])]
     b, s, h = (n - 1 for n in shape[:3])
     assert _address(d, (b, h, s, 5)) == (t[b, s, h, 5].storage_offset() * 2)
 
@@ -51,18 +51,16 @@ def test_ragged_descriptor_lands_on_the_documents_rows_and_ends_with_it(start, l
 
 def test_why_not_names_what_has_no_descriptor():
     ok = torch.empty(2, 5, 3, 64, dtype=BF)
-    assert descriptors.why_not(ok) == ""
-    assert descriptors.why_not(ok[:, :1, :1]) == ""
-    assert descriptors.why_not(ok[:1].expand(4, -1, -1, -1)) == ""
-    assert descriptors.why_not(ok.transpose(1, 2)) == ""
-    assert "float32" in descriptors.why_not(ok.float())
-    assert "multiple of 8" in descriptors.why_not(ok[..., :60])
-    assert "multiple of 8" in descriptors.why_not(torch.empty(1, 1, 1, 264, dtype=BF))
-    assert "contiguous" in descriptors.why_not(torch.empty(2, 5, 64, 8, dtype=BF).transpose(2, 3)[..., :8])
-    assert "stride" in descriptors.why_not(torch.empty(2, 5, 3, 68, dtype=BF)[..., :64])
-    assert "aligned" in descriptors.why_not(
-        torch.empty(4000, dtype=BF)[4:].as_strided((1, 4, 2, 64), (512, 128, 64, 1))
-    )
+    assert supports.why_not(ok) == ""
+    assert supports.why_not(ok[:, :1, :1]) == ""
+    assert supports.why_not(ok[:1].expand(4, -1, -1, -1)) == ""
+    assert supports.why_not(ok.transpose(1, 2)) == ""
+    assert "float32" in supports.why_not(ok.float())
+    assert "multiple of 8" in supports.why_not(ok[..., :60])
+    assert "multiple of 8" in supports.why_not(torch.empty(1, 1, 1, 264, dtype=BF))
+    assert "contiguous" in supports.why_not(torch.empty(2, 5, 64, 8, dtype=BF).transpose(2, 3)[..., :8])
+    assert "stride" in supports.why_not(torch.empty(2, 5, 3, 68, dtype=BF)[..., :64])
+    assert "aligned" in supports.why_not(torch.empty(4000, dtype=BF)[4:].as_strided((1, 4, 2, 64), (512, 128, 64, 1)))
 
 
 def test_joined_batches_are_the_same_rows():
@@ -191,7 +189,7 @@ def _check(
 ):
     """Against float64 (of `clean`, the inputs without what must not matter), and equal bits in a second run."""
     options = (sinks, scale, left, right, softcap)
-    assert not any(descriptors.why_not(t) for t in (q, k, v))
+    assert not any(supports.why_not(t) for t in (q, k, v))
     torch.empty(64 << 20, dtype=torch.uint8, device="cuda").fill_(255)  # what the outputs' memory held before: NaN
     out, lse = room.forward(q, k, v, cu_q, cu_k, k_lens, *options)
     again = room.forward(q, k, v, cu_q, cu_k, k_lens, *options)

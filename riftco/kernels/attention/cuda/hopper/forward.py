@@ -26,10 +26,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...._launch import on
 from ...spec import softmax_scale
 from . import schedule
-from .descriptors import describe, store, width
+from .descriptors import describe, store
 from .softmax import LOW, ROWS, operand, packed, row_sums, softmax
+from .supports import width
 from .tiles import FIELDS, RING, blocks, get, produce
-from .variant import TILES, Tiles, Variant
+from .variant import TILES, Tiles, Variant, group
 
 LOG2E = 1.4426950408889634
 _LOG2E, LN2 = gl.constexpr(LOG2E), gl.constexpr(1 / LOG2E)
@@ -46,9 +47,12 @@ def _scores(c, wg: gl.constexpr, shared, V: gl.constexpr):
     zero = gl.zeros([ROWS, BN], gl.float32, layout)
     st = c % STAGES
     mbarrier.wait(k_bars.index(st), (c // STAGES) & 1)
-    if V.value.tiles.TURNS > 0:
+    if V.value.tiles.TURNS:
         mbarrier.wait(turn.index(wg), c & 1)
-    q = q_smem.index(wg).reshape((ROWS, V.value.D))
+    at = wg
+    if V.value.D > 128:  # c >> 30 is 0, which the compiler cannot see: the 16 addresses of Q would stay in registers
+        at = wg + (c >> 30)
+    q = q_smem.index(at).reshape((ROWS, V.value.D))
     k = k_smem.index(st).reshape((BN, V.value.D))
     return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
 
@@ -82,10 +86,8 @@ def _steps(first, last, c, state, wg: gl.constexpr, shared, keys, scale, cap, MA
     for j in range(first, last - 1, -1):
         s_token = _scores(c, wg, shared, V)
         o_token = _add_values(c - 1, p, o, shared, V)
-        if V.value.tiles.TURNS == 2:
-            _pass_on(wg, turn, V)
         s = warpgroup_mma_wait(1, deps=[s_token])
-        if V.value.tiles.TURNS == 1:
+        if V.value.tiles.TURNS:
             _pass_on(wg, turn, V)
         mbarrier.arrive(k_bars.index(STAGES + c % STAGES), count=1)
         e, m, alpha = softmax(s, m, scale, cap, low, high, j * BN, MASK, V)
@@ -137,7 +139,7 @@ def _consume(wg: gl.constexpr, o_desc, shared, pointers, sizes, scale, cap, V: g
         mbarrier.wait(q_bars.index(wg), tiles & 1)
         s_token = _scores(c, wg, shared, V)
         s = warpgroup_mma_wait(0, deps=[s_token])
-        if V.value.tiles.TURNS > 0:
+        if V.value.tiles.TURNS:
             _pass_on(wg, turn, V)
         mbarrier.arrive(k_bars.index(STAGES + c % STAGES), count=1)
         m = gl.full([ROWS], LOW, gl.float32, row_layout)
@@ -204,10 +206,13 @@ def _barriers(full: gl.constexpr, empty: gl.constexpr, readers: gl.constexpr):
     return bars
 
 
-@gluon.jit(do_not_specialize=["slots", "heads", "H", "G", "T", "S", "docs", "k_step", "v_step", "left", "right"])
+NUMBERS = ("slots", "heads", "group", "H", "G", "T", "S", "docs", "k_step", "v_step", "left", "right")
+
+
+@gluon.jit(do_not_specialize=NUMBERS)  # one kernel for all sizes
 def attention_forward(
-    q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr, table_ptr, k_lens_ptr, counter_ptr, slots, heads, H, G, T, S,
-    docs, k_step, v_step, left, right, scale, cap, V: gl.constexpr,
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr, table_ptr, k_lens_ptr, counter_ptr, slots, heads, group, H, G,
+    T, S, docs, k_step, v_step, left, right, scale, cap, V: gl.constexpr,
 ):  # fmt: skip
     dt: gl.constexpr = q_desc.dtype
     WG: gl.constexpr = V.value.tiles.WG
@@ -227,13 +232,13 @@ def attention_forward(
     v_bars = _barriers(STAGES, STAGES, WG)
     turn = _barriers(WG, 0, 1)
     fence_async_shared()
-    if V.value.tiles.TURNS > 0:
+    if V.value.tiles.TURNS:
         mbarrier.arrive(turn.index(0), count=1)
 
     shared = (q_smem, k_smem, v_smem, o_smem, ring, ring_bars, q_bars, k_bars, v_bars, turn)
     to_write = (lse_ptr, sinks_ptr)
     to_read = (table_ptr, k_lens_ptr, counter_ptr)
-    sizes = (slots, heads, H, G, T, S, docs, k_step, v_step, left, right)
+    sizes = (slots, heads, group, H, G, T, S, docs, k_step, v_step, left, right)
     outer = (H, T, left, right)
     if WG == 2:
         gl.warp_specialize(
@@ -268,7 +273,7 @@ def forward(
     sinks: Tensor | None, scale: float | None, left: int | None, right: int | None, softcap: float,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out like q, and lse [B, H, T] or [H, total] float32 (spec.py). descriptors.why_not() is "" for q, k and v."""
+    """out like q, and lse [B, H, T] or [H, total] float32 (spec.py). supports.forward_why_not() is ""."""
     (T, H, D), (S, K) = q.shape[-3:], k.shape[-3:-1]
     B = q.shape[0] if cu_q is None else 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -279,8 +284,8 @@ def forward(
         k = v = q.new_zeros(D).expand(*k.shape[:-3], 1, K, D)
     tiles = tiles or TILES[width(D)]
     variant = Variant(
-        width(D), tiles, LEFT=left is not None, RIGHT=right is not None, PACKED=cu_q is not None, K_LENS=k_lens is not None,
-        SINKS=sinks is not None, CAP=softcap > 0,
+        width(D), tiles, LEFT=left is not None, RIGHT=right is not None, PACKED=cu_q is not None,
+        K_LENS=k_lens is not None, SINKS=sinks is not None, CAP=softcap > 0,
     )  # fmt: skip
     factor, cap = softmax_scale(q, scale) * LOG2E, 0.0
     if softcap > 0:
@@ -293,12 +298,13 @@ def forward(
     k_step, v_step = 0, 0
     if k_lens is not None:
         (k, k_step), (v, v_step) = _joined(k), _joined(v)
+    together = group(B * H, H // K, S // max(docs, 1), D, right is not None)
+    left, right = (FAR if w is None else min(w, FAR) for w in (left, right))
     with on(q):
         attention_forward[(min(slots * B * H, _programs(q.device)),)](
             describe(q, ROWS.value), describe(k, tiles.BN), describe(v, tiles.BN), describe(out, ROWS.value), lse,
-            lse if sinks is None else sinks, table, counter if k_lens is None else k_lens, counter, slots, B * H, H,
-            H // K, T, S, docs, k_step, v_step, FAR if left is None else min(left, FAR),
-            FAR if right is None else min(right, FAR), factor, cap, variant, num_warps=4,
+            lse if sinks is None else sinks, table, counter if k_lens is None else k_lens, counter, slots, B * H,
+            together, H, H // K, T, S, docs, k_step, v_step, left, right, factor, cap, variant, num_warps=4,
         )  # fmt: skip
     return out, lse
 

@@ -2,10 +2,12 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language import PropagateNan
 
 from .variant import ROWS as _ROWS
 
 ROWS = gl.constexpr(_ROWS)
+NAN_WINS = gl.constexpr(PropagateNan.ALL)
 LOW = gl.constexpr(-(2.0**100))  # a maximum before any key: finite, and exact in products, so that differences are 0
 
 
@@ -42,6 +44,51 @@ def capped(x, cap):
 
 
 @gluon.jit
+def _polynomial_exp2(x):
+    """2^x for x <= 0 to 7.5e-5 (P is rounded to 16 bits), on the multiply-add pipe; below -126 that of -126.
+
+    x = n + f, |f| <= 1/2: adding 1.5 * 2^23 leaves n in the low bits, which go to the exponent of 2^f.
+    """
+    x = gl.maximum(x, -126.0)
+    y = x + 12582912.0
+    f = x - (y - 12582912.0)
+    r = ((0.055171669 * f + 0.24261113) * f + 0.69326099) * f + 0.99992807
+    return (r.to(gl.int32, bitcast=True) + (y.to(gl.int32, bitcast=True) << 23)).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _halves(x, N: gl.constexpr):
+    """[ROWS, N] -> its left and right columns, in the registers where they are."""
+    return gl.split(gl.permute(gl.reshape(x, [ROWS, 2, N // 2]), (0, 2, 1)))
+
+
+@gluon.jit
+def _whole(a, b, N: gl.constexpr):
+    both = gl.join(a, gl.convert_layout(b, a.type.layout, assert_trivial=True))
+    return gl.reshape(gl.permute(both, (0, 2, 1)), [ROWS, N])
+
+
+@gluon.jit
+def _exp2(x, V: gl.constexpr):
+    """2^x for x <= 0, POLYNOMIAL quarters of the columns without the special-function unit, the slowest of all."""
+    BN: gl.constexpr = V.value.tiles.BN
+    if V.value.tiles.POLYNOMIAL == 0:
+        return gl.exp2(x)
+    a, b = _halves(x, BN)
+    if V.value.tiles.POLYNOMIAL == 1:
+        c, d = _halves(b, BN // 2)
+        e = _whole(gl.exp2(a), _whole(gl.exp2(c), _polynomial_exp2(d), BN // 2), BN)
+    else:
+        e = _whole(gl.exp2(a), _polynomial_exp2(b), BN)
+    return gl.convert_layout(e, x.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def _larger(a, b):
+    return gl.maximum(a, b, propagate_nan=NAN_WINS)
+
+
+@gluon.jit
 def softmax(s, m, scale, cap, low, high, col0, MASK: gl.constexpr, V: gl.constexpr):
     """P of a block, not divided by its sum; the new row maxima; and the factor for what was summed before.
 
@@ -56,12 +103,16 @@ def softmax(s, m, scale, cap, low, high, col0, MASK: gl.constexpr, V: gl.constex
         if V.value.LEFT:
             seen = seen & (cols[None, :] >= (low - col0)[:, None])
         s = gl.where(seen, s, float("-inf"))
-    m_new = gl.maximum(m, gl.max(s, axis=1))
+    m_new = _larger(m, gl.reduce(s, 1, _larger))  # a NaN in a row must reach all of it: the polynomial drops it
     if V.value.CAP:
-        e = gl.exp2(s - m_new[:, None])
+        x = s - m_new[:, None]
         alpha = gl.exp2(m - m_new)
     else:
         scaled = m_new * scale
-        e = gl.exp2(s * scale - scaled[:, None])
+        x = s * scale - scaled[:, None]
         alpha = gl.exp2(m * scale - scaled)
+    if MASK:
+        e = gl.exp2(x)  # exactly 0 where masked
+    else:
+        e = _exp2(x, V)
     return e, m_new, alpha

@@ -94,13 +94,13 @@ def produce(q_desc, k_desc, v_desc, shared, pointers, sizes, V: gl.constexpr):
     WG: gl.constexpr = V.value.tiles.WG
     q_smem, k_smem, v_smem, _o_smem, ring, ring_bars, q_bars, k_bars, v_bars, _turn = shared
     table_ptr, k_lens_ptr, counter_ptr = pointers
-    slots, heads, H, G, T, S, docs, k_step, v_step, left, right = sizes
+    slots, heads, group, H, G, T, S, docs, k_step, v_step, left, right = sizes
     number = gl.program_id(0)
     tiles = 0
     c = 0
     while number < slots * heads:
         following = gl.num_programs(0) + take(counter_ptr)
-        slot, head = schedule.place(number, slots, heads, V.value.tiles.GROUP)
+        slot, head = schedule.place(number, slots, heads, group)
         kind = 2
         if V.value.PACKED:
             doc, tile, at_q, len_q, at_k, len_k = schedule.entry(table_ptr, slot)

@@ -13,11 +13,9 @@ class Tiles:
     STAGES: int
     WG: int
     REGISTERS: int
-    TURNS: (
-        int  # the warpgroups hand the tensor cores over 1: once S is done, 2: once both products are issued, 0: never
-    )
+    TURNS: bool  # the warpgroups hand the tensor cores on once S is done
     STAGED: bool  # O leaves through a buffer of its own, so that the next Q is loaded meanwhile
-    GROUP: int  # heads whose tiles are worked on together
+    POLYNOMIAL: int  # quarters of the exponentials that are computed on the multiply-add pipe
 
     @property
     def BM(self) -> int:
@@ -40,7 +38,18 @@ class Variant:
 
 # padded head dim -> tiles
 TILES = {
-    64: Tiles(BN=128, STAGES=2, WG=2, REGISTERS=240, TURNS=1, STAGED=True, GROUP=16),
-    128: Tiles(BN=128, STAGES=2, WG=2, REGISTERS=240, TURNS=1, STAGED=True, GROUP=16),
-    256: Tiles(BN=64, STAGES=2, WG=2, REGISTERS=240, TURNS=0, STAGED=False, GROUP=16),
+    64: Tiles(BN=128, STAGES=2, WG=2, REGISTERS=240, TURNS=True, STAGED=True, POLYNOMIAL=0),
+    128: Tiles(BN=128, STAGES=2, WG=2, REGISTERS=240, TURNS=False, STAGED=True, POLYNOMIAL=0),
+    256: Tiles(BN=64, STAGES=2, WG=2, REGISTERS=240, TURNS=False, STAGED=False, POLYNOMIAL=0),
 }
+IN_CACHE = 16 << 20  # bytes of keys and values that are worked on together; twice that where tiles differ in length
+
+
+def group(heads: int, kv_group: int, keys: int, D: int, uneven: bool) -> int:
+    """Query heads whose tiles are worked on together, so that their keys and values stay in L2.
+
+    Under a causal mask (`uneven`) the longest tiles of a group come first, and few heads would leave programs idle at
+    its end.
+    """
+    fit = (IN_CACHE << uneven) // max(keys * D * 4, 1) * kv_group
+    return min(heads, max(fit, 8 if uneven else 1, kv_group))
