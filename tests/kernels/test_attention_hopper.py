@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from riftco.kernels.attention.cuda.hopper import descriptors, schedule, supports
+from riftco.kernels.attention.cuda.hopper import descriptors, schedule, supports, variant
 from riftco.kernels.attention.cuda.hopper import forward as room
 
 TESTS = pathlib.Path(__file__).parents[1]
@@ -61,6 +61,34 @@ def test_why_not_names_what_has_no_descriptor():
     assert "contiguous" in supports.why_not(torch.empty(2, 5, 64, 8, dtype=BF).transpose(2, 3)[..., :8])
     assert "stride" in supports.why_not(torch.empty(2, 5, 3, 68, dtype=BF)[..., :64])
     assert "aligned" in supports.why_not(torch.empty(4000, dtype=BF)[4:].as_strided((1, 4, 2, 64), (512, 128, 64, 1)))
+
+
+def test_calls_that_the_kernel_does_not_serve_are_told_why():
+    q = torch.empty(200, 4, 64, dtype=BF, device=_device())
+    cu = torch.tensor([0, 200], device=_device())
+    call = dict(q=q, k=q, v=q, cu_q=cu, k_lens=None, bias=None, scale=None, dropout_p=0.0)
+    if not q.is_cuda or torch.cuda.get_device_capability()[0] != 9:
+        assert "Hopper" in supports.forward_why_not(**call)
+        return
+    assert supports.forward_why_not(**call) == ""
+    for change, word in (
+        ({"bias": q}, "bias"), ({"dropout_p": 0.1}, "dropout"), ({"scale": -1.0}, "scale"),
+        ({"v": q[..., :32]}, "differ"), ({"cu_q": torch.arange(201)}, "shorter"), ({"q": q.float()}, "float32"),
+    ):  # fmt: skip
+        assert word in supports.forward_why_not(**{**call, **change})
+    rows = torch.empty(3, 100 * 4 * 64 + 64, dtype=BF, device="cuda").as_strided((3, 100, 4, 64), (25664, 256, 64, 1))
+    lens = torch.tensor([1, 2, 3], device="cuda")
+    call = {**call, "q": rows, "k": rows, "v": rows, "cu_q": None}
+    assert supports.forward_why_not(**call) == ""
+    assert "whole rows" in supports.forward_why_not(**{**call, "k_lens": lens})
+
+
+def test_heads_worked_on_together_fit_the_cache():
+    assert variant.group(heads=32, kv_group=1, keys=8192, D=128, uneven=False) == 4
+    assert variant.group(heads=32, kv_group=1, keys=8192, D=128, uneven=True) == 8
+    assert variant.group(heads=128, kv_group=4, keys=4096, D=128, uneven=True) == 64
+    assert variant.group(heads=6, kv_group=3, keys=1, D=64, uneven=True) == 6
+    assert variant.group(heads=64, kv_group=16, keys=1 << 20, D=128, uneven=False) == 16
 
 
 def test_joined_batches_are_the_same_rows():
@@ -296,6 +324,15 @@ class TestOnHopper:
         _check(*large, left=64, right=0, softcap=5.0, scale=0.3)
         _check(*large, scale=0.02)
 
+    def test_the_room_takes_this_kernel(self, monkeypatch):
+        from riftco.kernels.attention import cuda
+
+        monkeypatch.setattr(cuda, "portable", None)
+        q, k, v = _dense(1, 130, 130, 4, 2, 64)
+        out, lse = cuda.forward(q, k, v, None, None, None, None, None, None, None, None, 0, 0.0, 0.0)
+        want, want_lse = room.forward(q, k, v, None, None, None, None, None, None, 0, 0.0)
+        assert torch.equal(out, want) and torch.equal(lse, want_lse)
+
     def test_strides(self):
         q, k, v = _dense(2, 333, 333, 6, 2, 128)
         by_head = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
@@ -312,6 +349,7 @@ class TestOnHopper:
     def test_nothing_to_attend_to(self):
         q, k, v = _dense(2, 70, 0, 4, 2, 64)
         _check(q, k, v)
+        _check(q, k, v, k_lens=torch.zeros(2, dtype=torch.int32, device="cuda"))
         sinks = torch.randn(4, device="cuda")
         _check(q, k, v, sinks=sinks)
         q, k, v = _packed(70, 0, 4, 2, 64)
@@ -320,3 +358,11 @@ class TestOnHopper:
     def test_large_scores(self):
         q, k, v = _dense(1, 300, 300, 2, 2, 128)
         _check(20 * q, 20 * k, v, right=0)
+
+    @pytest.mark.parametrize("D", [64, 128, 256])
+    def test_a_nan_key_is_seen_by_every_row_that_sees_it(self, D):
+        q, k, v = _dense(1, 600, 600, 2, 2, D)
+        k[0, [5, 100, 200, 300], 0] = torch.nan
+        out, lse = room.forward(q, k, v, None, None, None, None, None, None, 0, 0.0)
+        assert out[0, 5:, 0].isnan().all() and lse[0, 0, 5:].isnan().all()
+        assert out[0, :5].isfinite().all() and out[0, :, 1].isfinite().all()

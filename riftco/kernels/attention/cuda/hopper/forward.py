@@ -281,7 +281,7 @@ def forward(
     if q.numel() == 0:
         return out, lse
     if k.numel() == 0:  # a descriptor needs a row, which the mask hides
-        k = v = q.new_zeros(D).expand(*k.shape[:-3], 1, K, D)
+        k = v = q.new_zeros(*k.shape[:-3], 1, K, D)
     tiles = tiles or TILES[width(D)]
     variant = Variant(
         width(D), tiles, LEFT=left is not None, RIGHT=right is not None, PACKED=cu_q is not None,
