@@ -85,7 +85,8 @@ def forward(dtype: torch.dtype, D: int, packed: bool, left: int | None, right: i
     cu = torch.tensor([0, 100, 256], dtype=torch.int32) if packed else None
     k_lens = torch.tensor([100, 256], dtype=torch.int32) if "k_lens" in extras else None
     sinks = torch.zeros(4) if "sinks" in extras else None
-    room.forward(q, k, k, cu, None, k_lens, sinks, None, left, right, 30.0 if "softcap" in extras else 0.0)
+    cap = 30.0 if "softcap" in extras else 0.0
+    room.forward(q, k, k, cu, None, k_lens, None, sinks, None, None, left, right, cap, 0.0)
 
 
 if __name__ == "__main__":

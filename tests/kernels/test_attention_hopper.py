@@ -11,8 +11,10 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from riftco.kernels.attention.cuda.hopper import descriptors, schedule, supports, variant
+from riftco.kernels.attention import cuda
+from riftco.kernels.attention.cuda.hopper import descriptors, schedule, variant
 from riftco.kernels.attention.cuda.hopper import forward as room
+from riftco.kernels.attention.route import route
 
 TESTS = pathlib.Path(__file__).parents[1]
 BF, HALF = torch.bfloat16, torch.float16
@@ -33,7 +35,7 @@ def test_dense_descriptor_sees_the_tensor_as_it_lies(shape):
     t = torch.empty(2 * 8 * 4 * 512, dtype=BF).as_strided(shape, (16384, 2048, 512, 1))
     d = descriptors.describe(t, 64)
     assert d.shape == [shape[0], shape[2], shape[1], shape[3]]
-    assert d.block_shape == [1, 1, 64, supports.width(shape[3])]
+    assert d.block_shape == [1, 1, 64, descriptors.width(shape[3])]
     b, s, h = (n - 1 for n in shape[:3])
     assert _address(d, (b, h, s, 5)) == (t[b, s, h, 5].storage_offset() * 2)
 
@@ -51,36 +53,30 @@ def test_ragged_descriptor_lands_on_the_documents_rows_and_ends_with_it(start, l
 
 def test_why_not_names_what_has_no_descriptor():
     ok = torch.empty(2, 5, 3, 64, dtype=BF)
-    assert supports.why_not(ok) == ""
-    assert supports.why_not(ok[:, :1, :1]) == ""
-    assert supports.why_not(ok[:1].expand(4, -1, -1, -1)) == ""
-    assert supports.why_not(ok.transpose(1, 2)) == ""
-    assert "float32" in supports.why_not(ok.float())
-    assert "multiple of 8" in supports.why_not(ok[..., :60])
-    assert "multiple of 8" in supports.why_not(torch.empty(1, 1, 1, 264, dtype=BF))
-    assert "contiguous" in supports.why_not(torch.empty(2, 5, 64, 8, dtype=BF).transpose(2, 3)[..., :8])
-    assert "stride" in supports.why_not(torch.empty(2, 5, 3, 68, dtype=BF)[..., :64])
-    assert "aligned" in supports.why_not(torch.empty(4000, dtype=BF)[4:].as_strided((1, 4, 2, 64), (512, 128, 64, 1)))
+    assert descriptors.why_not(ok) == ""
+    assert descriptors.why_not(ok[:, :1, :1]) == ""
+    assert descriptors.why_not(ok[:1].expand(4, -1, -1, -1)) == ""
+    assert descriptors.why_not(ok.transpose(1, 2)) == ""
+    assert "float32" in descriptors.why_not(ok.float())
+    assert "multiple of 8" in descriptors.why_not(ok[..., :60])
+    assert "multiple of 8" in descriptors.why_not(torch.empty(1, 1, 1, 264, dtype=BF))
+    assert "contiguous" in descriptors.why_not(torch.empty(2, 5, 64, 8, dtype=BF).transpose(2, 3)[..., :8])
+    assert "stride" in descriptors.why_not(torch.empty(2, 5, 3, 68, dtype=BF)[..., :64])
+    assert "aligned" in descriptors.why_not(
+        torch.empty(4000, dtype=BF)[4:].as_strided((1, 4, 2, 64), (512, 128, 64, 1))
+    )
 
 
-def test_calls_that_the_kernel_does_not_serve_are_told_why():
-    q = torch.empty(200, 4, 64, dtype=BF, device=_device())
-    cu = torch.tensor([0, 200], device=_device())
-    call = dict(q=q, k=q, v=q, cu_q=cu, k_lens=None, bias=None, scale=None, dropout_p=0.0)
-    if not q.is_cuda or torch.cuda.get_device_capability()[0] != 9:
-        assert "Hopper" in supports.forward_why_not(**call)
-        return
-    assert supports.forward_why_not(**call) == ""
-    for change, word in (
-        ({"bias": q}, "bias"), ({"dropout_p": 0.1}, "dropout"), ({"scale": -1.0}, "scale"),
-        ({"v": q[..., :32]}, "differ"), ({"cu_q": torch.arange(201)}, "shorter"), ({"q": q.float()}, "float32"),
-    ):  # fmt: skip
-        assert word in supports.forward_why_not(**{**call, **change})
-    rows = torch.empty(3, 100 * 4 * 64 + 64, dtype=BF, device="cuda").as_strided((3, 100, 4, 64), (25664, 256, 64, 1))
-    lens = torch.tensor([1, 2, 3], device="cuda")
-    call = {**call, "q": rows, "k": rows, "v": rows, "cu_q": None}
-    assert supports.forward_why_not(**call) == ""
-    assert "whole rows" in supports.forward_why_not(**{**call, "k_lens": lens})
+def test_unusual_calls_take_the_portable_kernels():
+    dense = torch.empty(3, 100, 4, 64, dtype=BF)
+    odd = torch.empty(3 * 25664, dtype=BF).as_strided((3, 100, 4, 64), (25664, 256, 64, 1))
+    lens = torch.tensor([1, 2, 3])
+    assert not cuda._unusual(odd, odd, None, None) and not cuda._unusual(dense, dense[:, :7], lens, 0.5)
+    assert cuda._unusual(dense, dense, None, -1.0) == {"scale <= 0"}
+    assert cuda._unusual(dense, odd, lens, 1.0) == {"k_lens of batches with odd strides"}
+    facts = dict(capability=(9, 0), shared=227 << 10)
+    assert route(BF, 64, 64, **facts).name == route(BF, 256, 256, **facts).name == "hopper"
+    assert "scale <= 0" in route(BF, 64, 64, options=frozenset({"scale <= 0"}), **facts).why
 
 
 def test_heads_worked_on_together_fit_the_cache():
@@ -212,15 +208,19 @@ def _nmse(got, want):
     return float(((got.double() - want) ** 2).sum() / (want**2).sum().clamp_min(1e-300))
 
 
+def _forward(q, k, v, cu_q=None, cu_k=None, k_lens=None, sinks=None, scale=None, left=None, right=None, softcap=0.0):
+    return room.forward(q, k, v, cu_q, cu_k, k_lens, None, sinks, None, scale, left, right, softcap, 0.0)
+
+
 def _check(
     q, k, v, cu_q=None, cu_k=None, k_lens=None, sinks=None, scale=None, left=None, right=None, softcap=0.0, clean=None
 ):
     """Against float64 (of `clean`, the inputs without what must not matter), and equal bits in a second run."""
     options = (sinks, scale, left, right, softcap)
-    assert not any(supports.why_not(t) for t in (q, k, v))
+    assert not any(descriptors.why_not(t) for t in (q, k, v))
     torch.empty(64 << 20, dtype=torch.uint8, device="cuda").fill_(255)  # what the outputs' memory held before: NaN
-    out, lse = room.forward(q, k, v, cu_q, cu_k, k_lens, *options)
-    again = room.forward(q, k, v, cu_q, cu_k, k_lens, *options)
+    out, lse = _forward(q, k, v, cu_q, cu_k, k_lens, *options)
+    again = _forward(q, k, v, cu_q, cu_k, k_lens, *options)
     want, want_lse = _reference(*(clean or (q, k, v)), cu_q, cu_k, k_lens, *options)
     seen = want_lse.isfinite()
     assert out.dtype == q.dtype and lse.dtype == torch.float32 and out.is_contiguous() and lse.is_contiguous()
@@ -300,7 +300,7 @@ class TestOnHopper:
         want, want_lse = _reference(q, k, v, cu, None, None, None, None, None, 0, 0.0)
         for x in (q, k, v):
             x[101:358] = torch.nan
-        out, lse = room.forward(q, k, v, cu, None, None, None, None, None, 0, 0.0)
+        out, lse = _forward(q, k, v, cu, right=0)
         keep = torch.ones(891, dtype=torch.bool, device="cuda")
         keep[101:358] = False
         assert _nmse(out[keep], want[keep]) <= 1e-5 and _nmse(lse[:, keep], want_lse[:, keep]) <= 1e-9
@@ -325,12 +325,10 @@ class TestOnHopper:
         _check(*large, scale=0.02)
 
     def test_the_room_takes_this_kernel(self, monkeypatch):
-        from riftco.kernels.attention import cuda
-
-        monkeypatch.setattr(cuda, "portable", None)
+        monkeypatch.setattr(cuda, "portable_forward", None)
         q, k, v = _dense(1, 130, 130, 4, 2, 64)
         out, lse = cuda.forward(q, k, v, None, None, None, None, None, None, None, None, 0, 0.0, 0.0)
-        want, want_lse = room.forward(q, k, v, None, None, None, None, None, None, 0, 0.0)
+        want, want_lse = _forward(q, k, v, right=0)
         assert torch.equal(out, want) and torch.equal(lse, want_lse)
 
     def test_strides(self):
@@ -363,6 +361,6 @@ class TestOnHopper:
     def test_a_nan_key_is_seen_by_every_row_that_sees_it(self, D):
         q, k, v = _dense(1, 600, 600, 2, 2, D)
         k[0, [5, 100, 200, 300], 0] = torch.nan
-        out, lse = room.forward(q, k, v, None, None, None, None, None, None, 0, 0.0)
+        out, lse = _forward(q, k, v, right=0)
         assert out[0, 5:, 0].isnan().all() and lse[0, 0, 5:].isnan().all()
         assert out[0, :5].isfinite().all() and out[0, :, 1].isfinite().all()

@@ -187,10 +187,8 @@ def test_route_to_hopper(monkeypatch):
     assert route(torch.bfloat16, 64, 128, **facts).name == "padded"
     assert route(torch.bfloat16, 64, 64, document=4096, **facts).name == "hopper"
     t = torch.empty(2, 5, 3, 64, dtype=torch.float16)
-    assert routes.descriptors_take(t) and routes.descriptors_take(t.transpose(1, 2))
-    assert not any(
-        map(routes.descriptors_take, (t[..., ::2], t[..., 4:], t[..., :9].contiguous(), t[:1].expand(2, -1, -1, -1)))
-    )
+    assert all(map(routes.descriptors_take, (t, t.transpose(1, 2), t[:1].expand(2, -1, -1, -1))))
+    assert not any(map(routes.descriptors_take, (t[..., ::2], t[..., 4:], t[..., :9].contiguous())))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -46,8 +46,11 @@ TILES = {
 
 # Kernels for capability 9.0 alone (cuda/hopper/): the head dims that they compute with, options that they know, and the
 # rows of an average document below which tiles that hold one document each would be mostly empty.
-HOPPER_WIDTHS: dict[str, tuple[int, ...]] = {"forward": (), "backward": ()}
-HOPPER_OPTIONS = frozenset({"window", "sinks", "k_lens", "kv_grad_start"})
+HOPPER_WIDTHS: dict[str, tuple[int, ...]] = {"forward": (64, 128, 256), "backward": ()}
+HOPPER_OPTIONS = {
+    "forward": frozenset({"window", "sinks", "k_lens", "softcap"}),
+    "backward": frozenset({"window", "sinks", "k_lens", "kv_grad_start"}),
+}
 HOPPER_DOCUMENT = 256
 
 
@@ -98,8 +101,9 @@ def route(
 
 def _why_not_hopper(dtype, D, Dv, backward, capability, document, aligned, options) -> str:
     """Empty where the kernels for Hopper serve a call."""
-    widths = HOPPER_WIDTHS["backward" if backward else "forward"]
-    unknown = sorted(options - HOPPER_OPTIONS)
+    direction = "backward" if backward else "forward"
+    widths = HOPPER_WIDTHS[direction]
+    unknown = sorted(options - HOPPER_OPTIONS[direction])
     widest = max(widths, default=0)
     reasons = (
         (capability != (9, 0), f"capability is {capability}"),
@@ -129,7 +133,7 @@ def route_of(
 def descriptors_take(t: Tensor) -> bool:
     """Can a TMA descriptor be made of t [.., rows, heads, head dim]?"""
     strides = [s for s, size in zip(t.stride()[:-1], t.shape[:-1]) if size > 1]
-    steps = all(s > 0 and s * t.element_size() % 16 == 0 for s in strides)
+    steps = all(s >= 0 and s * t.element_size() % 16 == 0 for s in strides)
     return steps and t.stride(-1) == 1 and t.data_ptr() % 16 == 0
 
 

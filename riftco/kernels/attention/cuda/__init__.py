@@ -17,7 +17,7 @@ def forward(
     if q.numel() == 0:
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))
         return out, q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
-    options = _options(k_lens, bias, sinks, seed, left, right, softcap)
+    options = _options(k_lens, bias, sinks, seed, left, right, softcap) | _unusual(k, v, k_lens, scale)
     hopper = route_of(q, k, v, cu_q=cu_q, options=options).name == "hopper"
     launcher = load(f"{__name__}.hopper.forward:forward") if hopper else portable_forward.forward
     return launcher(q, k, v, cu_q, cu_k, k_lens, bias, sinks, seed, scale, left, right, softcap, dropout_p)
@@ -50,6 +50,19 @@ def _options(k_lens, bias, sinks, seed, left, right, softcap, kv_grad_start=0) -
     used = dict(k_lens=k_lens is not None, bias=bias is not None, sinks=sinks is not None, dropout=seed is not None,
                 softcap=softcap > 0, window=left is not None or right not in (None, 0),
                 kv_grad_start=kv_grad_start > 0)  # fmt: skip
+    return frozenset(name for name, there in used.items() if there)
+
+
+def _unusual(k, v, k_lens, scale) -> frozenset[str]:
+    """What the forward for Hopper cannot do and hardly any call asks for.
+
+    It finds the largest score before it scales, and lets the hardware end each sequence where its own keys end, which
+    needs batches that lie whole rows apart.
+    """
+    apart = k_lens is None or all(
+        t.shape[0] < 2 or (t.stride(1) > 0 and t.stride(0) % t.stride(1) == 0) for t in (k, v)
+    )
+    used = {"scale <= 0": scale is not None and not scale > 0, "k_lens of batches with odd strides": not apart}
     return frozenset(name for name, there in used.items() if there)
 
 

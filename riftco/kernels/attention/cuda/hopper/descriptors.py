@@ -11,19 +11,42 @@ rows from `start`, the coordinates (2^30, start + length, head, 2^30 - length + 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .supports import LONGEST, width
-from .supports import why_not as why_not
-
 HUGE = 0x7FFF0000
-END = LONGEST  # the ragged dimension's size
+END = 1 << 30  # the ragged dimension's size
 _END = gl.constexpr(END)
 WRAP = 1 << 34
+WIDTHS = (64, 128, 256)
+
+
+def width(D: int) -> int:
+    """The head dim that the kernels compute with: what is missing up to it is filled with zeros by the hardware."""
+    return next(w for w in WIDTHS if w >= D)
+
+
+def why_not(t: Tensor) -> str:
+    """Why `t` [.., T, H, D] has no descriptor; "" when it has one. Strides of 0 have."""
+    D = t.shape[-1]
+    if t.dtype not in (torch.float16, torch.bfloat16):
+        return f"{t.dtype} is neither float16 nor bfloat16"
+    if D % 8 or not 0 < D <= WIDTHS[-1]:
+        return f"head dim {D} is no multiple of 8 up to {WIDTHS[-1]}"
+    if t.stride(-1) != 1:
+        return "the head dim is not contiguous"
+    if t.data_ptr() % 16:
+        return "the first element is not aligned to 16 bytes"
+    for size, stride in zip(t.shape[:-1], t.stride()[:-1]):
+        if size > 1 and (stride % 8 or not 0 <= stride < WRAP):
+            return f"a stride of {stride} elements is no multiple of 16 bytes"
+        if size >= END:
+            return f"a dimension of {size} is too long"
+    return ""
 
 
 def layout(rank: int) -> gl.NVMMASharedLayout:

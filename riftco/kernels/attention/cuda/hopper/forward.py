@@ -26,9 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...._launch import on
 from ...spec import softmax_scale
 from . import schedule
-from .descriptors import describe, store
+from .descriptors import describe, store, width
 from .softmax import LOW, ROWS, operand, packed, row_sums, softmax
-from .supports import width
 from .tiles import FIELDS, RING, blocks, get, produce
 from .variant import TILES, Tiles, Variant, group
 
@@ -270,10 +269,10 @@ def _programs(device: torch.device) -> int:
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, k_lens: Tensor | None,
-    sinks: Tensor | None, scale: float | None, left: int | None, right: int | None, softcap: float,
-    tiles: Tiles | None = None,
+    bias: Tensor | None, sinks: Tensor | None, seed: Tensor | None, scale: float | None, left: int | None,
+    right: int | None, softcap: float, dropout_p: float, tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out like q, and lse [B, H, T] or [H, total] float32 (spec.py). supports.forward_why_not() is ""."""
+    """out like q, and lse [B, H, T] or [H, total] float32, for calls of route "hopper": neither bias nor dropout."""
     (T, H, D), (S, K) = q.shape[-3:], k.shape[-3:-1]
     B = q.shape[0] if cu_q is None else 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
