@@ -70,16 +70,13 @@ def _whole(a, b, N: gl.constexpr):
 
 @gluon.jit
 def _exp2(x, V: gl.constexpr):
-    """2^x for x <= 0, POLYNOMIAL quarters of the columns without the special-function unit, the slowest of all."""
+    """2^x for x <= 0, a quarter of the columns without the special-function unit where the tiles say so."""
     BN: gl.constexpr = V.value.tiles.BN
-    if V.value.tiles.POLYNOMIAL == 0:
+    if not V.value.tiles.POLYNOMIAL:
         return gl.exp2(x)
-    a, b = _halves(x, BN)
-    if V.value.tiles.POLYNOMIAL == 1:
-        c, d = _halves(b, BN // 2)
-        e = _whole(gl.exp2(a), _whole(gl.exp2(c), _polynomial_exp2(d), BN // 2), BN)
-    else:
-        e = _whole(gl.exp2(a), _polynomial_exp2(b), BN)
+    left, right = _halves(x, BN)
+    third, fourth = _halves(right, BN // 2)
+    e = _whole(gl.exp2(left), _whole(gl.exp2(third), _polynomial_exp2(fourth), BN // 2), BN)
     return gl.convert_layout(e, x.type.layout, assert_trivial=True)
 
 
