@@ -23,7 +23,11 @@ def _dkdv_rows(
         ok = (i >= least) & (i < last)
         q = scores.load(q_ptr, start, q_at, stride_qt, ok, D, PAD, UNIT, MASK)
         lse = scores.load_lse(lse_ptr, i, ok)
-        s = dot(k, tl.trans(q)) * scale
+        g = scores.load(g_ptr, start, g_at, stride_gt, ok, DV, PAD_V, UNIT, MASK)
+        s = dot(k, tl.trans(q))
+        if NEED_K:  # both products are under way while the exponentials are taken
+            d_p = dot(v, tl.trans(g))
+        s *= scale
         if cap is not None:
             t = scores.tanh(s)
             s = t * cap
@@ -32,7 +36,6 @@ def _dkdv_rows(
         p = tl.exp2(s - lse[None, :])
         if MASK:
             p = tl.where((i[None, :] >= lo[:, None]) & (i[None, :] < hi[:, None]), p, 0.0)
-        g = scores.load(g_ptr, start, g_at, stride_gt, ok, DV, PAD_V, UNIT, MASK)
         if seed_ptr is not None:
             keep = tl.trans(scores.kept(seed_ptr, threshold, head, i, key, N))
         if NEED_V:
@@ -42,7 +45,6 @@ def _dkdv_rows(
             d_v += dot(weight.to(g.dtype), g)
         if NEED_K:
             delta = tl.load(delta_ptr + i, mask=ok, other=0.0)
-            d_p = dot(v, tl.trans(g))
             if seed_ptr is not None:
                 d_p = tl.where(keep, d_p * inv_keep, 0.0)
             if row_scale_ptr is not None:  # a power of two a row keeps dS in float16's range
@@ -60,9 +62,9 @@ def _dkdv_rows(
 def attention_dkdv(
     q_ptr, k_ptr, v_ptr, g_ptr, d_k_ptr, d_v_ptr, lse_ptr, delta_ptr, row_scale_ptr, exponent_ptr, softmax_scale,
     key_start, cu_q_ptr, cu_k_ptr, k_lens_ptr, bias_ptr, seed_ptr, B, T, S, H, K, n_tiles, group, n_docs, steps, left,
-    right, scale, cap, threshold, inv_keep, stride_qb, stride_qt, stride_qh, stride_qd,
-    stride_kb, stride_ks, stride_kh, stride_kd, stride_vb, stride_vs, stride_vh, stride_vd,
-    stride_gb, stride_gt, stride_gh, stride_gd, stride_bb, stride_bh, stride_bt, stride_bs,
+    right, scale, cap, threshold, inv_keep, stride_qb, stride_qt: tl.constexpr, stride_qh, stride_qd,
+    stride_kb, stride_ks: tl.constexpr, stride_kh, stride_kd, stride_vb, stride_vs: tl.constexpr, stride_vh, stride_vd,
+    stride_gb, stride_gt: tl.constexpr, stride_gh, stride_gd, stride_bb, stride_bh, stride_bt, stride_bs,
     D: tl.constexpr, DV: tl.constexpr, PAD: tl.constexpr, PAD_V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     UNIT: tl.constexpr, WIDE: tl.constexpr, NEED_K: tl.constexpr, NEED_V: tl.constexpr,
 ):  # fmt: skip

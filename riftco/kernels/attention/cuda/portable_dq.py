@@ -23,7 +23,9 @@ def _dq_keys(
         ok = (j >= least) & (j < last)
         k = scores.load(k_ptr, start, k_at, stride_ks, ok, D, PAD, UNIT, MASK)
         v = scores.load(v_ptr, start, v_at, stride_vs, ok, DV, PAD_V, UNIT, MASK)
-        s = dot(q, tl.trans(k)) * scale
+        s = dot(q, tl.trans(k))
+        d_p = dot(g, tl.trans(v))  # under way while the exponentials are taken
+        s *= scale
         if cap is not None:
             t = scores.tanh(s)
             s = t * cap
@@ -32,7 +34,6 @@ def _dq_keys(
         p = tl.exp2(s - lse[:, None])
         if MASK:
             p = tl.where((j[None, :] >= lo[:, None]) & (j[None, :] < hi[:, None]), p, 0.0)
-        d_p = dot(g, tl.trans(v))
         if seed_ptr is not None:
             d_p = tl.where(scores.kept(seed_ptr, threshold, head, i, start, N), d_p * inv_keep, 0.0)
         if row_scale is not None:  # a power of two a row keeps dS in float16's range; delta has it already
@@ -49,9 +50,9 @@ def _dq_keys(
 def attention_dq(
     q_ptr, k_ptr, v_ptr, g_ptr, d_q_ptr, lse_ptr, delta_ptr, row_scale_ptr, softmax_scale, cu_q_ptr, cu_k_ptr,
     k_lens_ptr, bias_ptr, seed_ptr, B, T, S, H, G, n_tiles, group, n_docs, steps, left, right, scale, cap, threshold,
-    inv_keep, stride_qb, stride_qt, stride_qh, stride_qd, stride_kb, stride_ks, stride_kh, stride_kd,
-    stride_vb, stride_vs, stride_vh, stride_vd, stride_gb, stride_gt, stride_gh, stride_gd,
-    stride_bb, stride_bh, stride_bt, stride_bs, D: tl.constexpr, DV: tl.constexpr, PAD: tl.constexpr,
+    inv_keep, stride_qb, stride_qt: tl.constexpr, stride_qh, stride_qd, stride_kb, stride_ks: tl.constexpr, stride_kh,
+    stride_kd, stride_vb, stride_vs: tl.constexpr, stride_vh, stride_vd, stride_gb, stride_gt: tl.constexpr, stride_gh,
+    stride_gd, stride_bb, stride_bh, stride_bt, stride_bs, D: tl.constexpr, DV: tl.constexpr, PAD: tl.constexpr,
     PAD_V: tl.constexpr, M: tl.constexpr, N: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """In the forward's order."""

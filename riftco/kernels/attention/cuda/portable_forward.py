@@ -58,8 +58,8 @@ def _forward_keys(
 def attention_fwd(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, k_lens_ptr, bias_ptr, sinks_ptr, seed_ptr,
     B, T, S, H, G, n_tiles, group, n_docs, steps, left, right, scale, cap, threshold, inv_keep,
-    stride_qb, stride_qt, stride_qh, stride_qd, stride_kb, stride_ks, stride_kh, stride_kd,
-    stride_vb, stride_vs, stride_vh, stride_vd, stride_bb, stride_bh, stride_bt, stride_bs,
+    stride_qb, stride_qt: tl.constexpr, stride_qh, stride_qd, stride_kb, stride_ks: tl.constexpr, stride_kh, stride_kd,
+    stride_vb, stride_vs: tl.constexpr, stride_vh, stride_vd, stride_bb, stride_bh, stride_bt, stride_bs,
     D: tl.constexpr, DV: tl.constexpr, PAD: tl.constexpr, PAD_V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     UNIT: tl.constexpr, WIDE: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
