@@ -15,6 +15,8 @@ from .kernels.attention import (
     varlen_attn,
 )
 from .kernels.attention.probe import attention_backward
+from .kernels.cached_attention.cache import Cache, CacheLayer
+from .kernels.cached_attention.op import attention_with_cache
 from .kernels.cross_entropy.op import cross_entropy
 from .kernels.linear_cross_entropy.op import linear_cross_entropy
 from .kernels.lora_linear.op import lora_linear
@@ -28,10 +30,13 @@ from .kernels.swiglu.op import geglu, swiglu
 
 __all__ = [
     "AuxRequest",
+    "Cache",
+    "CacheLayer",
     "NF4Weight",
     "adam_step",
     "attention",
     "attention_backward",
+    "attention_with_cache",
     "cross_entropy",
     "dequantize_nf4",
     "flash_attn_func",

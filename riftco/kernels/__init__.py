@@ -3,6 +3,7 @@
 ROOMS = (
     "adam",
     "attention",
+    "cached_attention",
     "cross_entropy",
     "linear_cross_entropy",
     "lora_linear",

@@ -2,6 +2,7 @@
 
 from ..kernels.attention.module import Attention
 from ..kernels.attention.multihead import MultiheadAttention
+from ..kernels.cached_attention.module import CachedAttention
 from ..kernels.cross_entropy.module import CrossEntropyLoss
 from ..kernels.linear_cross_entropy.module import LinearCrossEntropyLoss
 from ..kernels.lora_linear.module import LoRALinear
@@ -12,6 +13,7 @@ from ..kernels.swiglu.module import SwiGLU
 
 __all__ = [
     "Attention",
+    "CachedAttention",
     "CrossEntropyLoss",
     "LinearCrossEntropyLoss",
     "LoRALinear",
