@@ -19,10 +19,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-OPTIONS = ("num_warps", "num_stages")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
-    torch.uint8: "u8",
+    torch.uint8: "u8", torch.int8: "i8",
 }  # fmt: skip
 
 
@@ -94,16 +94,41 @@ def attention(dtype: torch.dtype, D: int, DV: int, variant: str, room: int) -> N
     cuda.backward(torch.empty_like(out), None, q, k, v, out, lse, *tensors, *options, start, False, *needs)
 
 
+def cached_attention(dtype: torch.dtype, cached: str, D: int) -> None:
+    """Decoding, a chunk cut into pieces over pages, and a chunk that needs no cutting."""
+    from riftco.kernels.cached_attention import Cache, cuda
+
+    for runs, rows, page_size in ((2, 1, None), (1, 100, 16), (16, 700, None)):
+        cache = Cache.allocate(1, 16, 1024, 2, D, dtype=cached, page_size=page_size)
+        layer, at = cache.layers[0], torch.zeros(runs, dtype=torch.int32)
+        q, k = (torch.empty(runs * rows, heads, D, dtype=dtype) for heads in (8, 2))
+        places = (layer.k, layer.v, layer.k_scale, layer.v_scale, cache.block_table, at, at)
+        cu = torch.arange(runs + 1) if page_size else None
+        rest = (*places, cu, None, None, None, None, 0.0, rows)
+        out, lse = cuda.forward(q, k, k, *rest)
+        cuda.backward(torch.empty_like(out), None, q, k, k, out, lse, *rest, True, True, True, False)
+        cuda.write(layer.k, layer.v, layer.k_scale, layer.v_scale, torch.arange(runs * rows), k, k)
+
+
+def report(calls: list[tuple[JITFunction, dict, dict]], capability: int) -> None:
+    for kernel, arguments, options in calls:
+        shared, spilled = build(kernel, arguments, options, capability)
+        print(kernel.__name__, shared, spilled, flush=True)
+
+
 VARIANTS = (
     "causal", "full", "window", "packed", "packed window", "packed dropout", "softcap", "sinks", "bias", "mask",
     "dropout", "k_lens", "last keys",
 )  # fmt: skip
 
 if __name__ == "__main__":
+    if sys.argv[2] == "cached":
+        with recorded() as calls:
+            cached_attention(getattr(torch, sys.argv[3]), sys.argv[4], int(sys.argv[5]))
+        report(calls, int(sys.argv[1]))
+        sys.exit()
     capability, room, dtype, D, DV = int(sys.argv[1]), int(sys.argv[2]), getattr(torch, sys.argv[3]), *sys.argv[4:6]
     for variant in sys.argv[6].split(",") if len(sys.argv) > 6 else VARIANTS:
         with recorded() as calls:
             attention(dtype, int(D), int(DV), variant, room)
-        for kernel, arguments, options in calls:
-            shared, spilled = build(kernel, arguments, options, capability)
-            print(kernel.__name__, shared, spilled, flush=True)
+        report(calls, capability)

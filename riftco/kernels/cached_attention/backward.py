@@ -9,7 +9,22 @@ from .._dot import dot
 from .._launch import on
 from . import route, spec
 from .arguments import Inputs
-from .tiles import LOG2E, cached_at, find_run, load_cached, load_heads, load_rows, place, reach, scores, store_heads
+from .tiles import (
+    LOG2E,
+    as_float16,
+    cached_at,
+    dequantize,
+    fetch,
+    find_run,
+    load_heads,
+    load_rows,
+    of_head,
+    place,
+    power,
+    reach,
+    scores,
+    store_heads,
+)
 
 
 @triton.jit
@@ -17,7 +32,7 @@ def _cached_rows(
     d_out_ptr, out_ptr, d_lse_ptr, delta_ptr, largest_ptr, total, H, stride_gt, stride_gh, stride_gd,
     stride_lh, stride_lt, D: tl.constexpr, PAD: tl.constexpr, M: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """delta = sum(dO O) - d_lse and, for float16, max |dO| of each row."""
+    """delta = sum(dO O) - d_lse and, for float16 products, max |dO| of each row."""
     pid = tl.program_id(0)
     h = (pid % H).to(tl.int64)
     i = pid // H * M + tl.arange(0, M)
@@ -59,10 +74,10 @@ def _cached_range(largest_ptr, row_scale_ptr, run_scale_ptr, cu_q_ptr, total, n,
 
 
 @triton.jit
-def _slope(s, softcap, CAPPED: tl.constexpr):
-    """d(capped score) / d(score), from the capped score in units of log 2."""
+def _slope(s, softcap, dtype: tl.constexpr, CAPPED: tl.constexpr):
+    """d(capped score) / d(score), from the capped score as `scores` gives it."""
     if CAPPED:
-        ratio = s / (softcap * LOG2E)
+        ratio = s / (softcap * (1.0 if dtype == tl.float32 else LOG2E))
         slope = 1.0 - ratio * ratio
     else:
         slope = 1.0
@@ -72,47 +87,64 @@ def _slope(s, softcap, CAPPED: tl.constexpr):
 @triton.jit
 def _dq_block(d_q, q, g, lse, delta, k, v, see, scale, softcap, CAPPED: tl.constexpr, MASK: tl.constexpr):
     s = scores(q, k, scale, softcap, CAPPED)
-    p = tl.exp2(s - lse[:, None])
+    p = power(s - lse[:, None], q.dtype)
     if MASK:
         p = tl.where(see, p, 0.0)
-    d_s = p * (dot(g, tl.trans(v)) - delta[:, None]) * _slope(s, softcap, CAPPED)
+    d_s = p * (dot(g, tl.trans(v)) - delta[:, None]) * _slope(s, softcap, q.dtype, CAPPED)
     return d_q + dot(d_s.to(k.dtype), k)
 
 
 @triton.jit
 def _dq_prefix(
-    d_q, q, g, lse, delta, at, first, last, kc_ptr, vc_ptr, ks_ptr, vs_ptr, table_ptr, page_size, n_pages,
-    stride_kp, stride_kr, stride_vp, stride_vr, stride_ksp, stride_ksr, stride_vsp, stride_vsr, left, scale, softcap,
+    d_q, q, g, lse, delta, at, first, last, keys, values, table, options,
     D: tl.constexpr, PAD: tl.constexpr, N: tl.constexpr, PAGED: tl.constexpr, QUANTIZED: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    for begin in range(first, last, N):
-        j = begin + tl.arange(0, N)
-        ok = j < last
-        page, row = cached_at(j, ok, table_ptr, page_size, n_pages, PAGED)
-        k = load_cached(
-            kc_ptr, ks_ptr, page, row, ok, stride_kp, stride_kr, stride_ksp, stride_ksr, q.dtype, D, PAD, QUANTIZED
-        )
-        v = load_cached(
-            vc_ptr, vs_ptr, page, row, ok, stride_vp, stride_vr, stride_vsp, stride_vsr, q.dtype, D, PAD, QUANTIZED
-        )
-        see = ok[None, :] & (j[None, :] <= at[:, None])
-        if WINDOW:
-            see = see & (j[None, :] >= at[:, None] - left)
-        d_q = _dq_block(d_q, q, g, lse, delta, k, v, see, scale, softcap, CAPPED, MASK)
+    """Codes are fetched a block ahead into registers, as in the forward."""
+    left, least, scale, softcap = options
+    if QUANTIZED:
+        j = first + tl.arange(0, N)
+        ok = (j >= least) & (j < last)
+        page, row = cached_at(j, ok, table, PAGED)
+        k, k_scale = fetch(keys, page, row, ok, D, PAD, True)
+        v, v_scale = fetch(values, page, row, ok, D, PAD, True)
+        for begin in tl.range(first, last, N, num_stages=1):
+            j = begin + tl.arange(0, N)
+            see = (j[None, :] < last) & (j[None, :] <= at[:, None])
+            if WINDOW:
+                see = see & (j[None, :] >= at[:, None] - left)
+            j += N
+            ok = j < last
+            page, row = cached_at(j, ok, table, PAGED)
+            k_now = dequantize(k, k_scale, q.dtype, PAD, True)
+            v_now = dequantize(v, v_scale, q.dtype, PAD, True)
+            k, k_scale = fetch(keys, page, row, ok, D, PAD, True)
+            v, v_scale = fetch(values, page, row, ok, D, PAD, True)
+            d_q = _dq_block(d_q, q, g, lse, delta, k_now, v_now, see, scale, softcap, CAPPED, MASK)
+    else:
+        for begin in range(first, last, N):
+            j = begin + tl.arange(0, N)
+            ok = (j >= least) & (j < last)
+            page, row = cached_at(j, ok, table, PAGED)
+            k, _ = fetch(keys, page, row, ok, D, PAD, False)
+            v, _ = fetch(values, page, row, ok, D, PAD, False)
+            see = ok[None, :] & (j[None, :] <= at[:, None])
+            if WINDOW:
+                see = see & (j[None, :] >= at[:, None] - left)
+            d_q = _dq_block(d_q, q, g, lse, delta, k.to(q.dtype), v.to(q.dtype), see, scale, softcap, CAPPED, MASK)
     return d_q
 
 
 @triton.jit
 def _dq_new(
-    d_q, q, g, lse, delta, at, first, last, k_ptr, v_ptr, stride_ks, stride_kd, stride_vs, stride_vd, left, scale,
-    softcap, D: tl.constexpr, PAD: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    MASK: tl.constexpr,
+    d_q, q, g, lse, delta, at, first, last, keys, values, options, D: tl.constexpr, PAD: tl.constexpr,
+    N: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
+    left, _, scale, softcap = options
     for begin in range(first, last, N):
         j = begin + tl.arange(0, N)
-        k = load_rows(k_ptr, j, stride_ks, stride_kd, j < last, D, PAD)
-        v = load_rows(v_ptr, j, stride_vs, stride_vd, j < last, D, PAD)
+        k = load_rows(keys[0], j, keys[1], keys[2], j < last, D, PAD).to(q.dtype)
+        v = load_rows(values[0], j, values[1], values[2], j < last, D, PAD).to(q.dtype)
         see = (j[None, :] < last) & (j[None, :] <= at[:, None])
         if WINDOW:
             see = see & (j[None, :] >= at[:, None] - left)
@@ -147,7 +179,7 @@ def _cached_dq(
     h = kh * G + group
     H = K * G
     t_high = tl.minimum((first + M - 1) // G, Tq - 1)
-    low, high, new_low, new_high = reach(first, prefix, start, left, first // G, t_high, Tq, Tk, N, WINDOW)
+    least, low, high, new_low, new_high = reach(first, prefix, start, left, first // G, t_high, Tq, Tk, N, WINDOW)
     if SPLIT:
         low_piece = low // chunk * chunk + (piece - 1) * chunk
         end = tl.where(piece < pieces - 1, tl.minimum(high, low_piece + chunk), high)
@@ -166,53 +198,74 @@ def _cached_dq(
     )
     row = h.to(tl.int64) * total + q0 + t
     lse = tl.load(lse_ptr + row, mask=mine, other=0.0)
-    lse = tl.where(lse == -float("inf"), 0.0, lse) * LOG2E  # a row that sees nothing: every block masks it
+    units: tl.constexpr = 1.0 if q.dtype == tl.float32 else LOG2E
+    lse = tl.where(lse == -float("inf"), 0.0, lse) * units  # a row that sees nothing: every block masks it
     delta = tl.load(delta_ptr + row, mask=mine, other=0.0)
     unit = tl.full([M], 1.0, tl.float32)
     if SCALED:
         unit = tl.load(row_scale_ptr + row, mask=mine, other=1.0)
-        g = (g.to(tl.float32) * unit[:, None]).to(q.dtype)
+        g = (g.to(tl.float32) * unit[:, None]).to(tl.float16)
         delta *= unit
     d_q = tl.zeros([M, PAD], tl.float32)
     at = Tk - Tq + t
 
-    kc_ptr += kh.to(tl.int64) * stride_kch
-    vc_ptr += kh.to(tl.int64) * stride_vch
-    if QUANTIZED:
-        ks_ptr += kh.to(tl.int64) * stride_ksh
-        vs_ptr += kh.to(tl.int64) * stride_vsh
+    keys = of_head(
+        slot,
+        kh,
+        kc_ptr,
+        ks_ptr,
+        stride_kcp,
+        stride_kcr,
+        stride_kch,
+        stride_ksp,
+        stride_ksr,
+        stride_ksh,
+        PAGED,
+        QUANTIZED,
+    )
+    values = of_head(
+        slot,
+        kh,
+        vc_ptr,
+        vs_ptr,
+        stride_vcp,
+        stride_vcr,
+        stride_vch,
+        stride_vsp,
+        stride_vsr,
+        stride_vsh,
+        PAGED,
+        QUANTIZED,
+    )
     if PAGED:
         table_ptr += slot.to(tl.int64) * stride_table
     else:
-        kc_ptr += slot.to(tl.int64) * stride_kcp
-        vc_ptr += slot.to(tl.int64) * stride_vcp
-        if QUANTIZED:
-            ks_ptr += slot.to(tl.int64) * stride_ksp
-            vs_ptr += slot.to(tl.int64) * stride_vsp
-    shared = tl.minimum(high, start + Tk - Tq + first // G + 1)
-    middle = low if WINDOW else tl.maximum(shared, 0) // N * N
+        table_ptr = slots_ptr  # not read
+    table = (table_ptr, page_size, n_pages)
+    options = (left, least, scale, softcap)
+    if QUANTIZED and q.dtype == tl.bfloat16:
+        q, q_scale = as_float16(q, scale)
+        options = (left, least, q_scale, softcap)
+    middle = low
+    if not WINDOW:
+        middle = tl.maximum(low, tl.minimum(high, start + Tk - Tq + first // G + 1) // N * N)
+        d_q = _dq_prefix(
+            d_q, q, g, lse, delta, start + at, low, middle, keys, values, table, options, D, PAD, N, PAGED, QUANTIZED,
+            WINDOW, CAPPED, False,
+        )  # fmt: skip
     d_q = _dq_prefix(
-        d_q, q, g, lse, delta, start + at, low, middle, kc_ptr, vc_ptr, ks_ptr, vs_ptr, table_ptr, page_size, n_pages,
-        stride_kcp, stride_kcr, stride_vcp, stride_vcr, stride_ksp, stride_ksr, stride_vsp, stride_vsr, left, scale,
-        softcap, D, PAD, N, PAGED, QUANTIZED, WINDOW, CAPPED, False,
+        d_q, q, g, lse, delta, start + at, middle, high, keys, values, table, options, D, PAD, N, PAGED, QUANTIZED,
+        WINDOW, CAPPED, True,
     )  # fmt: skip
-    d_q = _dq_prefix(
-        d_q, q, g, lse, delta, start + at, tl.maximum(middle, low), high, kc_ptr, vc_ptr, ks_ptr, vs_ptr, table_ptr,
-        page_size, n_pages, stride_kcp, stride_kcr, stride_vcp, stride_vcr, stride_ksp, stride_ksr, stride_vsp,
-        stride_vsr, left, scale, softcap, D, PAD, N, PAGED, QUANTIZED, WINDOW, CAPPED, True,
-    )  # fmt: skip
-    k_ptr += k0.to(tl.int64) * stride_ks + kh.to(tl.int64) * stride_kh
-    v_ptr += k0.to(tl.int64) * stride_vs + kh.to(tl.int64) * stride_vh
-    shared = tl.minimum(new_high, Tk - Tq + first // G + 1)
-    middle = new_low if WINDOW else tl.maximum(shared, 0) // N * N
-    d_q = _dq_new(
-        d_q, q, g, lse, delta, at, new_low, middle, k_ptr, v_ptr, stride_ks, stride_kd, stride_vs, stride_vd, left,
-        scale, softcap, D, PAD, N, WINDOW, CAPPED, False,
-    )  # fmt: skip
-    d_q = _dq_new(
-        d_q, q, g, lse, delta, at, middle, new_high, k_ptr, v_ptr, stride_ks, stride_kd, stride_vs, stride_vd, left,
-        scale, softcap, D, PAD, N, WINDOW, CAPPED, True,
-    )  # fmt: skip
+    keys = (k_ptr + k0.to(tl.int64) * stride_ks + kh.to(tl.int64) * stride_kh, stride_ks, stride_kd)
+    values = (v_ptr + k0.to(tl.int64) * stride_vs + kh.to(tl.int64) * stride_vh, stride_vs, stride_vd)
+    middle = new_low
+    if not WINDOW:
+        middle = tl.maximum(tl.minimum(new_high, Tk - Tq + first // G + 1), 0) // N * N
+        d_q = _dq_new(
+            d_q, q, g, lse, delta, at, new_low, middle, keys, values, options, D, PAD, N, WINDOW, CAPPED, False
+        )
+    d_q = _dq_new(d_q, q, g, lse, delta, at, middle, new_high, keys, values, options, D, PAD, N, WINDOW, CAPPED, True)
     to = (q0 + t).to(tl.int64) * H + h
     if SPLIT:
         to += piece.to(tl.int64) * total * H
@@ -230,9 +283,9 @@ def _dkdv_rows(
         t = begin + tl.arange(0, M)
         ok = t < last
         q = load_rows(q_ptr, t, stride_qt, stride_qd, ok, D, PAD)
-        lse = tl.load(lse_ptr + t, mask=ok, other=0.0) * LOG2E
+        lse = tl.load(lse_ptr + t, mask=ok, other=0.0) * (1.0 if k.dtype == tl.float32 else LOG2E)
         s = scores(k, q, scale, softcap, CAPPED)
-        p = tl.exp2(s - lse[None, :])
+        p = power(s - lse[None, :], q.dtype)
         if MASK:
             see = ok[None, :] & (j[:, None] <= t[None, :] + offset)
             if WINDOW:
@@ -248,7 +301,7 @@ def _dkdv_rows(
             delta = tl.load(delta_ptr + t, mask=ok, other=0.0)
             if SCALED:
                 delta *= unit
-            d_s = p * (dot(v, tl.trans(g)) - delta[None, :]) * _slope(s, softcap, CAPPED)
+            d_s = p * (dot(v, tl.trans(g)) - delta[None, :]) * _slope(s, softcap, q.dtype, CAPPED)
             d_k += dot(d_s.to(q.dtype), q)
     return d_k, d_v
 
@@ -324,8 +377,8 @@ def backward(
         return d_q, d_k.zero_(), d_v.zero_(), lse.new_empty(0) if sinks is None else torch.zeros_like(sinks)
     out, lse = out.contiguous(), lse.contiguous()
     delta = torch.empty_like(lse)
-    scaled = q.dtype == torch.float16
-    row_scale = largest = run_scale = delta  # only float16 reads them
+    scaled = q.dtype == torch.float16 or (q.dtype == torch.bfloat16 and inputs.k_scale is not None)
+    row_scale = largest = run_scale = delta  # only float16 products read them
     if scaled:
         row_scale, largest = torch.empty_like(lse), torch.empty_like(lse)
         run_scale = lse.new_empty((max(inputs.runs, 1), H))

@@ -11,10 +11,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._contract import define, same_device
 from . import spec
-from .op import cache_write
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "q8_0": torch.int8}
+HERE = "riftco.kernels.cached_attention"
+
+STORED = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "q8_0": torch.int8}
+
+
+write = define(
+    "cached_attention_write",
+    "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor rows, Tensor k, "
+    "Tensor v) -> ()",
+    fake=lambda *_: None,
+    spec=f"{HERE}.write:write",
+    launchers={
+        "cuda": f"{HERE}.cuda:write",
+        "mps": f"{HERE}.write:write",
+        "xla": f"{HERE}.write:write",
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -59,8 +75,8 @@ class Cache:
         Raises:
             ValueError: a dtype that is not one of these, D that q8_0 cannot hold, sizes below 1.
         """
-        if dtype not in DTYPES:
-            raise ValueError(f"Cache: dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+        if dtype not in STORED:
+            raise ValueError(f"Cache: dtype must be one of {', '.join(STORED)}; got {dtype!r}")
         if dtype == "q8_0" and D % spec.BLOCK:
             raise ValueError(f"Cache: q8_0 has blocks of {spec.BLOCK} along the head dim; got head dim {D}")
         if min(slots, window, K, D, 1 if page_size is None else page_size) < 1:
@@ -79,7 +95,7 @@ class Cache:
 
         layers = []
         for _ in range(n_layers):
-            k, v = rows(D, DTYPES[dtype]), rows(D, DTYPES[dtype])
+            k, v = rows(D, STORED[dtype]), rows(D, STORED[dtype])
             scales = (rows(D // spec.BLOCK, torch.float16) for _ in range(2 if dtype == "q8_0" else 0))
             layers.append(CacheLayer(k, v, *scales))
         return cls(tuple(layers), table)
@@ -95,7 +111,7 @@ class Cache:
 
     @property
     def dtype(self) -> str:
-        return next(name for name, kind in DTYPES.items() if kind == self.layers[0].k.dtype)
+        return next(name for name, kind in STORED.items() if kind == self.layers[0].k.dtype)
 
     def rows(self, slots: Tensor, positions: Tensor, total: int, cu_seqlens: Tensor | None = None) -> Tensor:
         """Physical rows [total] int64 of a packed set of runs, made once a batch for all layers.
@@ -116,10 +132,15 @@ class Cache:
         return row.where(fits, -1)
 
     def write(self, layer: int, rows: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store k, v [total, K, D] at physical rows [total]; rows of -1 are left out. Not recorded by autograd."""
+        """Store k, v [total, K, D] at physical rows [total]; rows of -1 are left out. Not recorded by autograd.
+
+        Raises:
+            ValueError: shapes, dtypes or devices that do not fit, each named.
+        """
         to = self.layers[layer]
+        _check_rows(to.k, rows, k, v)
         with torch.no_grad():
-            cache_write(to.k, to.v, to.k_scale, to.v_scale, rows, k, v)
+            write(to.k, to.v, to.k_scale, to.v_scale, rows, k, v)
 
     def dequantized(self, layer: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """All rows of a layer by slot [slots, W, K, D], as a copy: for tests and inspection."""
@@ -127,3 +148,14 @@ class Cache:
         k, ks, v, vs = (spec.by_slot(t, self.block_table) for t in (of.k, of.k_scale, of.v, of.v_scale))
         assert k is not None and v is not None
         return spec.dequantized(k, ks, dtype), spec.dequantized(v, vs, dtype)
+
+
+def _check_rows(cache: Tensor, rows: Tensor, k: Tensor, v: Tensor) -> None:
+    if k.shape != v.shape or k.dim() != 3 or k.shape[1:] != cache.shape[2:]:
+        raise ValueError(
+            f"Cache.write: k and v must be [total, {', '.join(map(str, cache.shape[2:]))}]; "
+            f"got {tuple(k.shape)}, {tuple(v.shape)}"
+        )
+    if rows.shape != k.shape[:1] or rows.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"Cache.write: rows must be int32 or int64 [{len(k)}]; got {rows.dtype} {tuple(rows.shape)}")
+    same_device("Cache.write", cache=cache, rows=rows, k=k, v=v)

@@ -9,14 +9,17 @@ from .._dot import dot
 from .._launch import on
 from .arguments import Inputs
 from .tiles import (
-    LN2,
     LOG2E,
+    as_float16,
     cached_at,
+    dequantize,
+    fetch,
     find_run,
-    load_cached,
     load_heads,
     load_rows,
+    of_head,
     place,
+    power,
     reach,
     scores,
     store_heads,
@@ -26,58 +29,78 @@ JOINED = 4096  # elements of partial results that a program joins at once
 
 
 @triton.jit
-def _attend(acc, total, m, q, k, v, see, scale, softcap, CAPPED: tl.constexpr, MASK: tl.constexpr):
-    """One block of keys of the online softmax."""
+def _weigh(total, m, q, k, see, scale, softcap, CAPPED: tl.constexpr, MASK: tl.constexpr):
+    """One block of keys of the online softmax: (its weights, by how much what came before shrinks, total, m)."""
     s = scores(q, k, scale, softcap, CAPPED)
     if MASK:
         s = tl.where(see, s, -float("inf"))
     m_new = tl.maximum(m, tl.max(s, 1))
     shift = tl.where(m_new == -float("inf"), 0.0, m_new) if MASK else m_new
-    p = tl.exp2(s - shift[:, None])
-    shrink = tl.exp2(m - shift)
-    acc = acc * shrink[:, None] + dot(p.to(v.dtype), v)
-    return acc, total * shrink + tl.sum(p, 1), m_new
+    p = power(s - shift[:, None], q.dtype)
+    shrink = power(m - shift, q.dtype)
+    return p, shrink, total * shrink + tl.sum(p, 1), m_new
 
 
 @triton.jit
 def _over_prefix(
-    acc, total, m, q, at, first, last, kc_ptr, vc_ptr, ks_ptr, vs_ptr, table_ptr, page_size, n_pages,
-    stride_kp, stride_kr, stride_vp, stride_vr, stride_ksp, stride_ksr, stride_vsp, stride_vsr, left, scale, softcap,
+    acc, total, m, q, at, first, last, keys, values, table, options,
     D: tl.constexpr, PAD: tl.constexpr, N: tl.constexpr, PAGED: tl.constexpr, QUANTIZED: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    for begin in range(first, last, N):
-        j = begin + tl.arange(0, N)
-        ok = j < last
-        page, row = cached_at(j, ok, table_ptr, page_size, n_pages, PAGED)
-        k = load_cached(
-            kc_ptr, ks_ptr, page, row, ok, stride_kp, stride_kr, stride_ksp, stride_ksr, q.dtype, D, PAD, QUANTIZED
-        )
-        v = load_cached(
-            vc_ptr, vs_ptr, page, row, ok, stride_vp, stride_vr, stride_vsp, stride_vsr, q.dtype, D, PAD, QUANTIZED
-        )
-        see = ok[None, :] & (j[None, :] <= at[:, None])
-        if WINDOW:
-            see = see & (j[None, :] >= at[:, None] - left)
-        acc, total, m = _attend(acc, total, m, q, k, v, see, scale, softcap, CAPPED, MASK)
+    """Float rows go through the compiler's pipeline. Codes are fetched a block ahead into registers instead: what it
+    would leave in shared memory as bytes can only be transposed byte by byte."""
+    left, least, scale, softcap = options
+    if QUANTIZED:
+        j = first + tl.arange(0, N)
+        ok = (j >= least) & (j < last)
+        page, row = cached_at(j, ok, table, PAGED)
+        k, k_scale = fetch(keys, page, row, ok, D, PAD, True)
+        v, v_scale = fetch(values, page, row, ok, D, PAD, True)
+        for begin in tl.range(first, last, N, num_stages=1):
+            j = begin + tl.arange(0, N)
+            see = (j[None, :] < last) & (j[None, :] <= at[:, None])
+            if WINDOW:
+                see = see & (j[None, :] >= at[:, None] - left)
+            j += N
+            ok = j < last
+            page, row = cached_at(j, ok, table, PAGED)
+            k_now = dequantize(k, k_scale, q.dtype, PAD, True)
+            k, k_scale = fetch(keys, page, row, ok, D, PAD, True)
+            p, shrink, total, m = _weigh(total, m, q, k_now, see, scale, softcap, CAPPED, MASK)
+            v_now = dequantize(v, v_scale, q.dtype, PAD, True)
+            v, v_scale = fetch(values, page, row, ok, D, PAD, True)
+            acc = acc * shrink[:, None] + dot(p.to(q.dtype), v_now)
+    else:
+        for begin in range(first, last, N):
+            j = begin + tl.arange(0, N)
+            ok = (j >= least) & (j < last)
+            page, row = cached_at(j, ok, table, PAGED)
+            k, _ = fetch(keys, page, row, ok, D, PAD, False)
+            v, _ = fetch(values, page, row, ok, D, PAD, False)
+            see = ok[None, :] & (j[None, :] <= at[:, None])
+            if WINDOW:
+                see = see & (j[None, :] >= at[:, None] - left)
+            p, shrink, total, m = _weigh(total, m, q, k.to(q.dtype), see, scale, softcap, CAPPED, MASK)
+            acc = acc * shrink[:, None] + dot(p.to(q.dtype), v.to(q.dtype))
     return acc, total, m
 
 
 @triton.jit
 def _over_new(
-    acc, total, m, q, at, first, last, k_ptr, v_ptr, stride_ks, stride_kd, stride_vs, stride_vd, left, scale, softcap,
-    D: tl.constexpr, PAD: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    MASK: tl.constexpr,
+    acc, total, m, q, at, first, last, keys, values, options, D: tl.constexpr, PAD: tl.constexpr, N: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`at` counts from the first new key."""
-    for begin in range(first, last, N):
+    """`at` counts from the first new key; keys and values are (pointer, row stride, column stride)."""
+    left, _, scale, softcap = options
+    for begin in tl.range(first, last, N, num_stages=STAGES):
         j = begin + tl.arange(0, N)
-        k = load_rows(k_ptr, j, stride_ks, stride_kd, j < last, D, PAD)
-        v = load_rows(v_ptr, j, stride_vs, stride_vd, j < last, D, PAD)
+        k = load_rows(keys[0], j, keys[1], keys[2], j < last, D, PAD).to(q.dtype)
+        v = load_rows(values[0], j, values[1], values[2], j < last, D, PAD).to(q.dtype)
         see = (j[None, :] < last) & (j[None, :] <= at[:, None])
         if WINDOW:
             see = see & (j[None, :] >= at[:, None] - left)
-        acc, total, m = _attend(acc, total, m, q, k, v, see, scale, softcap, CAPPED, MASK)
+        p, shrink, total, m = _weigh(total, m, q, k, see, scale, softcap, CAPPED, MASK)
+        acc = acc * shrink[:, None] + dot(p.to(v.dtype), v)
     return acc, total, m
 
 
@@ -90,6 +113,7 @@ def _cached_fwd(
     stride_ksp, stride_ksr, stride_ksh, stride_vsp, stride_vsr, stride_vsh, stride_table,
     D: tl.constexpr, PAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PAGED: tl.constexpr,
     QUANTIZED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr,
+    DECODE: tl.constexpr,
 ):  # fmt: skip
     """One tile of query rows of one key head, over every key (or SPLIT: piece 0 the new keys, the others a chunk of
     the prefix each; what they make is normalised and joined by _cached_join). Longest tiles of a run start first."""
@@ -108,7 +132,7 @@ def _cached_fwd(
     h = kh * G + g
     H = K * G
     t_high = tl.minimum((first + M - 1) // G, Tq - 1)
-    low, high, new_low, new_high = reach(first, prefix, start, left, first // G, t_high, Tq, Tk, N, WINDOW)
+    least, low, high, new_low, new_high = reach(first, prefix, start, left, first // G, t_high, Tq, Tk, N, WINDOW)
     if SPLIT:
         low_piece = low // chunk * chunk + (piece - 1) * chunk
         end = tl.where(piece < pieces - 1, tl.minimum(high, low_piece + chunk), high)  # the last takes what is left
@@ -126,56 +150,79 @@ def _cached_fwd(
     m = tl.full([M], -float("inf"), tl.float32)
     at = Tk - Tq + t
 
-    kc_ptr += kh.to(tl.int64) * stride_kch
-    vc_ptr += kh.to(tl.int64) * stride_vch
-    if QUANTIZED:
-        ks_ptr += kh.to(tl.int64) * stride_ksh
-        vs_ptr += kh.to(tl.int64) * stride_vsh
+    keys = of_head(
+        slot,
+        kh,
+        kc_ptr,
+        ks_ptr,
+        stride_kcp,
+        stride_kcr,
+        stride_kch,
+        stride_ksp,
+        stride_ksr,
+        stride_ksh,
+        PAGED,
+        QUANTIZED,
+    )
+    values = of_head(
+        slot,
+        kh,
+        vc_ptr,
+        vs_ptr,
+        stride_vcp,
+        stride_vcr,
+        stride_vch,
+        stride_vsp,
+        stride_vsr,
+        stride_vsh,
+        PAGED,
+        QUANTIZED,
+    )
     if PAGED:
         table_ptr += slot.to(tl.int64) * stride_table
     else:
-        kc_ptr += slot.to(tl.int64) * stride_kcp
-        vc_ptr += slot.to(tl.int64) * stride_vcp
-        if QUANTIZED:
-            ks_ptr += slot.to(tl.int64) * stride_ksp
-            vs_ptr += slot.to(tl.int64) * stride_vsp
-    shared = high if WINDOW else tl.minimum(high, start + Tk - Tq + first // G + 1)  # every row sees the keys below
-    middle = low if WINDOW else tl.maximum(shared, 0) // N * N
+        table_ptr = slots_ptr  # not read
+    table = (table_ptr, page_size, n_pages)
+    if QUANTIZED and q.dtype == tl.bfloat16:  # codes become float16 at far less cost, and more exactly
+        q, scale = as_float16(q, scale)
+    options = (left, least, scale, softcap)
+    middle = low  # every row of the tile sees the keys below
+    if not WINDOW and not DECODE:
+        middle = tl.maximum(low, tl.minimum(high, start + Tk - Tq + first // G + 1) // N * N)
+        acc, norm, m = _over_prefix(
+            acc, norm, m, q, start + at, low, middle, keys, values, table, options, D, PAD, N, PAGED, QUANTIZED, WINDOW,
+            CAPPED, False,
+        )  # fmt: skip
     acc, norm, m = _over_prefix(
-        acc, norm, m, q, start + at, low, middle, kc_ptr, vc_ptr, ks_ptr, vs_ptr, table_ptr, page_size, n_pages,
-        stride_kcp, stride_kcr, stride_vcp, stride_vcr, stride_ksp, stride_ksr, stride_vsp, stride_vsr, left, scale,
-        softcap, D, PAD, N, PAGED, QUANTIZED, WINDOW, CAPPED, False,
-    )  # fmt: skip
-    acc, norm, m = _over_prefix(
-        acc, norm, m, q, start + at, tl.maximum(middle, low), high, kc_ptr, vc_ptr, ks_ptr, vs_ptr, table_ptr,
-        page_size, n_pages, stride_kcp, stride_kcr, stride_vcp, stride_vcr, stride_ksp, stride_ksr, stride_vsp,
-        stride_vsr, left, scale, softcap, D, PAD, N, PAGED, QUANTIZED, WINDOW, CAPPED, True,
+        acc, norm, m, q, start + at, middle, high, keys, values, table, options, D, PAD, N, PAGED, QUANTIZED, WINDOW,
+        CAPPED, True,
     )  # fmt: skip
 
-    k_ptr += k0.to(tl.int64) * stride_ks + kh.to(tl.int64) * stride_kh
-    v_ptr += k0.to(tl.int64) * stride_vs + kh.to(tl.int64) * stride_vh
-    shared = tl.minimum(new_high, Tk - Tq + first // G + 1)
-    middle = new_low if WINDOW else tl.maximum(shared, 0) // N * N
+    keys = (k_ptr + k0.to(tl.int64) * stride_ks + kh.to(tl.int64) * stride_kh, stride_ks, stride_kd)
+    values = (v_ptr + k0.to(tl.int64) * stride_vs + kh.to(tl.int64) * stride_vh, stride_vs, stride_vd)
+    middle = new_low
+    if not WINDOW and not DECODE:
+        middle = tl.maximum(tl.minimum(new_high, Tk - Tq + first // G + 1), 0) // N * N
+        acc, norm, m = _over_new(
+            acc, norm, m, q, at, new_low, middle, keys, values, options, D, PAD, N, WINDOW, CAPPED, False, None
+        )
     acc, norm, m = _over_new(
-        acc, norm, m, q, at, new_low, middle, k_ptr, v_ptr, stride_ks, stride_kd, stride_vs, stride_vd, left, scale,
-        softcap, D, PAD, N, WINDOW, CAPPED, False,
-    )  # fmt: skip
-    acc, norm, m = _over_new(
-        acc, norm, m, q, at, middle, new_high, k_ptr, v_ptr, stride_ks, stride_kd, stride_vs, stride_vd, left, scale,
-        softcap, D, PAD, N, WINDOW, CAPPED, True,
+        acc, norm, m, q, at, middle, new_high, keys, values, options, D, PAD, N, WINDOW, CAPPED, True,
+        1 if DECODE else None,
     )  # fmt: skip
 
+    unit: tl.constexpr = 1.0 if q.dtype == tl.float32 else LOG2E
     if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + h, mask=inside & live & (piece == 0), other=-float("inf")) * LOG2E
+        sink = tl.load(sinks_ptr + h, mask=inside & live & (piece == 0), other=-float("inf")) * unit
         m_new = tl.maximum(m, sink)
         shift = tl.where(m_new == -float("inf"), 0.0, m_new)
-        shrink = tl.exp2(m - shift)
+        shrink = power(m - shift, q.dtype)
         acc *= shrink[:, None]
-        norm = norm * shrink + tl.exp2(sink - shift)
+        norm = norm * shrink + power(sink - shift, q.dtype)
         m = m_new
     some = norm > 0.0
     acc = tl.where(some[:, None], acc / tl.where(some, norm, 1.0)[:, None], 0.0)
-    lse = tl.where(some, m * LN2 + tl.log(tl.where(some, norm, 1.0)), -float("inf"))
+    lse = tl.where(some, m / unit + tl.log(tl.where(some, norm, 1.0)), -float("inf"))
     i = q0 + t
     if SPLIT:
         row = (piece.to(tl.int64) * total + i) * H + h
@@ -231,7 +278,12 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
         to_lse = torch.empty((plan.pieces, total, H), dtype=torch.float32, device=q.device)
     with on(q):
         _cached_fwd[(plan.programs,)](
-            **inputs.arguments(plan), sinks_ptr=inputs.sinks, out_ptr=to, lse_ptr=to_lse, SPLIT=plan.pieces > 1
+            **inputs.arguments(plan),
+            sinks_ptr=inputs.sinks,
+            out_ptr=to,
+            lse_ptr=to_lse,
+            SPLIT=plan.pieces > 1,
+            DECODE=plan.decode,
         )
         if plan.pieces > 1:
             block = max(1, min(16, JOINED // inputs.PAD))

@@ -60,18 +60,6 @@ bwd = define(
         "xla": f"{HERE}.spec:backward",
     },
 )
-_write = define(
-    "cached_attention_write",
-    "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor rows, Tensor k, "
-    "Tensor v) -> ()",
-    fake=lambda *_: None,
-    spec=f"{HERE}.write:write",
-    launchers={
-        "cuda": f"{HERE}.cuda:write",
-        "mps": f"{HERE}.write:write",
-        "xla": f"{HERE}.write:write",
-    },
-)
 
 
 class CachedAttention(torch.autograd.Function):
@@ -168,30 +156,16 @@ def attention_with_cache(
     _check(q, k_new, v_new, rows, slots, positions, cu_seqlens_q, cu_seqlens_k, window, softcap, sinks, impl)
     if max_seqlen_q is None or cu_seqlens_q is None:
         max_seqlen_q = -(-q.shape[0] // max(len(slots), 1))
-    options: tuple[Any, ...] = (scale, window[0], softcap, max_seqlen_q)
-    places: tuple[Any, ...] = (*rows, slots, positions, cu_seqlens_q, cu_seqlens_k)
+    places = (*rows, slots, positions, cu_seqlens_q, cu_seqlens_k)
+    options = (scale, window[0], softcap, max_seqlen_q)
+    args: tuple[Any, ...] = (q, k_new, v_new, *places, sinks, *options)
     if impl == "spec":
-        out, lse = spec.forward(q, k_new, v_new, *places, sinks, *options)
+        out, lse = spec.forward(*args)
     elif needs_grad(q, k_new, v_new, sinks):
         out, lse = CachedAttention.apply(q, k_new, v_new, sinks, *places, options)
     else:
-        out, lse = fwd(q, k_new, v_new, *places, sinks, *options)
+        out, lse = fwd(*args)
     return (out, lse) if return_lse else out
-
-
-def cache_write(
-    k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, rows: Tensor, k: Tensor, v: Tensor
-) -> None:
-    """Store k, v [total, K, D] at the physical rows [total] of one layer's caches; -1 is left out. See Cache.write."""
-    if k.shape != v.shape or k.dim() != 3 or k.shape[1:] != k_cache.shape[2:]:
-        raise ValueError(
-            f"cache write: k and v must be [total, {', '.join(map(str, k_cache.shape[2:]))}]; "
-            f"got {tuple(k.shape)}, {tuple(v.shape)}"
-        )
-    if rows.shape != k.shape[:1] or rows.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"cache write: rows must be int32 or int64 [{len(k)}]; got {rows.dtype} {tuple(rows.shape)}")
-    same_device("cache write", cache=k_cache, rows=rows, k=k, v=v)
-    _write(k_cache, v_cache, k_scale, v_scale, rows, k, v)
 
 
 def _check(q, k, v, rows, slots, positions, cu_q, cu_k, window, softcap, sinks, impl) -> None:

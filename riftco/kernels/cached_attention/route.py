@@ -31,6 +31,7 @@ class Plan:
     pieces: int
     chunk: int
     programs: int
+    decode: bool = False
 
 
 # (bytes of an element of q, padded head dim) -> tiles; all fit 99 KiB of shared memory
@@ -98,4 +99,4 @@ def plan(
         return Plan(cut, n_tiles, 1, 0, n_tiles * K)
     chunk = max(-(-reach // max(pieces, 1) // cut.N) * cut.N, cut.N)
     pieces = max(-(-reach // chunk), 1) + (2 if left is not None else 1)  # a window may start within a chunk
-    return Plan(cut, n_tiles, pieces, chunk, n_tiles * K * pieces)
+    return Plan(cut, n_tiles, pieces, chunk, n_tiles * K * pieces, decode)

@@ -9,7 +9,7 @@ constant. Its last query row sits where its last new key does. Holds all H x T x
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ from torch import Tensor
 BLOCK = 32  # values along D that share a scale in a q8_0 cache
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """Packed rows: the run of each, its number in the run, rows in the run, and whether it belongs to a live run."""
 
     run: Tensor

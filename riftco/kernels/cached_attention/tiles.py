@@ -7,10 +7,9 @@ read of a key tile serves the whole group.
 import triton
 import triton.language as tl
 
-from .._dot import dot
+from .._dot import INTERPRETED, dot
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 RUNS = tl.constexpr(128)  # runs looked at together when a tile finds its own
 
 
@@ -91,12 +90,13 @@ def store_heads(ptr, row, ok, value, D: tl.constexpr, PAD: tl.constexpr):
 
 
 @triton.jit
-def cached_at(j, ok, table_ptr, page_size, n_pages, PAGED: tl.constexpr):
-    """(page, row in it) of cached positions j of a slot; without pages the slot is the page, already in the pointer."""
+def cached_at(j, ok, table, PAGED: tl.constexpr):
+    """(page, row in it) of cached positions j of a slot. `table` is (pointer to the slot's pages, rows of a page,
+    pages). Without pages the slot is the page, already in the pointers."""
     if PAGED:
-        page = tl.load(table_ptr + j // page_size, mask=ok, other=0).to(tl.int64)
-        page = tl.minimum(tl.maximum(page, 0), n_pages - 1)
-        row = j % page_size
+        page = tl.load(table[0] + j // table[1], mask=ok, other=0).to(tl.int64)
+        page = tl.minimum(tl.maximum(page, 0), table[2] - 1)
+        row = j % table[1]
     else:
         page = tl.zeros_like(j).to(tl.int64)
         row = j
@@ -104,50 +104,127 @@ def cached_at(j, ok, table_ptr, page_size, n_pages, PAGED: tl.constexpr):
 
 
 @triton.jit
-def load_cached(
-    ptr, scale_ptr, page, row, ok, stride_page, stride_row, stride_scale_page, stride_scale_row,
-    dtype: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, QUANTIZED: tl.constexpr,
-):  # fmt: skip
-    """[len(row), PAD] in `dtype`; 0 where not ok. Codes are multiplied by their scale in float32 and rounded once."""
-    N: tl.constexpr = row.shape[0]
-    at = page * stride_page + row.to(tl.int64) * stride_row
+def fetch(of, page, row, ok, D: tl.constexpr, PAD: tl.constexpr, QUANTIZED: tl.constexpr):
+    """Cached rows as they are stored, and the scales of their blocks; 0 where not ok. Codes come as words of four
+    [len(row), PAD / 4]. `of` is (pointer to rows, page and row strides, pointer to scales, page and row strides)."""
+    at = page * of[1] + row.to(tl.int64) * of[2]
     if QUANTIZED:
+        col = tl.arange(0, PAD // 4)
+        mask = ok[:, None] if D == PAD else ok[:, None] & (col * 4 < D)[None, :]
+        words = of[0].to(tl.pointer_type(tl.int32), bitcast=True) + (at // 4)[:, None]
+        rows = tl.load(words + col[None, :], mask=mask, other=0)
         block = tl.arange(0, PAD // 32)
-        inner = tl.arange(0, 32)
-        mask = ok[:, None] if D == PAD else ok[:, None] & (block * 32 < D)[None, :]
-        codes = tl.load(
-            ptr + at[:, None, None] + (block * 32)[None, :, None] + inner[None, None, :], mask=mask[:, :, None], other=0
-        )
-        scale_at = page * stride_scale_page + row.to(tl.int64) * stride_scale_row
-        scale = tl.load(scale_ptr + scale_at[:, None] + block[None, :], mask=mask, other=0.0)
-        value = codes.to(tl.float32) * scale.to(tl.float32)[:, :, None]
-        rows = tl.reshape(value.to(dtype), [N, PAD])
+        scale_at = page * of[4] + row.to(tl.int64) * of[5]
+        scale_mask = ok[:, None] if D == PAD else ok[:, None] & (block * 32 < D)[None, :]
+        scale = tl.load(of[3] + scale_at[:, None] + block[None, :], mask=scale_mask, other=0.0)
     else:
         col = tl.arange(0, PAD)
         mask = ok[:, None] if D == PAD else ok[:, None] & (col < D)[None, :]
-        rows = tl.load(ptr + at[:, None] + col[None, :], mask=mask, other=0.0).to(dtype)
-    return rows
+        rows = tl.load(of[0] + at[:, None] + col[None, :], mask=mask, other=0)
+        scale = 1.0
+    return rows, scale
+
+
+# A word of four codes -> their values in float16, times a scale. A byte with its sign bit flipped, under the high byte
+# of 1024.0, is 1024 + 128 + its value: exact, and a quarter of the instructions that conversions one by one take.
+FOUR_CODES = tl.constexpr("""{
+    .reg .b32 bytes, magic, low, high, unit;
+    xor.b32 bytes, $4, 0x80808080;
+    mov.b32 magic, 0x64646464;
+    prmt.b32 low, bytes, magic, 0x4140;
+    prmt.b32 high, bytes, magic, 0x4342;
+    mov.b32 magic, 0x64806480;
+    sub.rn.f16x2 low, low, magic;
+    sub.rn.f16x2 high, high, magic;
+    mov.b32 unit, {$5, $5};
+    mul.rn.f16x2 low, low, unit;
+    mul.rn.f16x2 high, high, unit;
+    mov.b32 {$0, $1}, low;
+    mov.b32 {$2, $3}, high;
+}""")
+
+
+@triton.jit
+def dequantize(rows, scale, dtype: tl.constexpr, PAD: tl.constexpr, QUANTIZED: tl.constexpr):
+    """Fetched rows in `dtype` [N, PAD]; code times scale is rounded once."""
+    N: tl.constexpr = rows.shape[0]
+    if not QUANTIZED:
+        value = rows.to(dtype)
+    else:
+        words = tl.reshape(rows, [N, PAD // 32, 8])
+        if dtype == tl.float16 and not INTERPRETED:
+            unit = tl.broadcast_to(scale[:, :, None], [N, PAD // 32, 8])
+            kinds: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)
+            a, b, c, d = tl.inline_asm_elementwise(
+                FOUR_CODES, "=h,=h,=h,=h,r,h", [words, unit], dtype=kinds, is_pure=True, pack=1
+            )
+        else:
+            unit = scale.to(tl.float32)[:, :, None]
+            a = (((words << 24) >> 24).to(tl.float32) * unit).to(dtype)
+            b = (((words << 16) >> 24).to(tl.float32) * unit).to(dtype)
+            c = (((words << 8) >> 24).to(tl.float32) * unit).to(dtype)
+            d = ((words >> 24).to(tl.float32) * unit).to(dtype)
+        value = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [N, PAD])
+    return value
+
+
+@triton.jit
+def as_float16(q, scale):
+    """bfloat16 query rows in float16, each brought into [1, 2) by a power of two, and the scale that undoes it."""
+    q = q.to(tl.float32)
+    top = tl.max(tl.abs(q), 1)
+    exponent = top.to(tl.int32, bitcast=True) >> 23
+    usable = (exponent > 0) & (exponent < 254)
+    down = tl.where(usable, ((254 - exponent) << 23).to(tl.float32, bitcast=True), 1.0)
+    up = tl.where(usable, (exponent << 23).to(tl.float32, bitcast=True), 1.0)
+    return (q * down[:, None]).to(tl.float16), scale * up[:, None]
 
 
 @triton.jit
 def scores(q, k, scale, softcap, CAPPED: tl.constexpr):
-    """scale q k^T in units of log 2, capped where asked."""
+    """scale q k^T, capped where asked; in units of log 2, but for float32, where the rounding that costs shows."""
+    unit: tl.constexpr = 1.0 if q.dtype == tl.float32 else LOG2E
     s = dot(q, tl.trans(k))
     if CAPPED:
         s = s * (scale / softcap)
-        s = (softcap * LOG2E) * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E)) + 1.0))  # tanh
+        s = (softcap * unit) * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E)) + 1.0))  # tanh
     else:
-        s = s * (scale * LOG2E)
+        s = s * (scale * unit)
     return s
 
 
 @triton.jit
+def power(x, dtype: tl.constexpr):
+    """exp of a difference of what `scores` makes of operands of `dtype`."""
+    return tl.exp2(x * LOG2E) if dtype == tl.float32 else tl.exp2(x)
+
+
+@triton.jit
 def reach(first, prefix, start, left, t_low, t_high, Tq, Tk, N: tl.constexpr, WINDOW: tl.constexpr):
-    """Keys that a tile of query rows t_low to t_high sees: (from, to) of the prefix, (from, to) of the new keys."""
+    """Keys that a tile of query rows t_low to t_high sees: of the prefix (from, the same rounded down to whole blocks,
+    to), of the new keys (from, to)."""
     low = first * 0
     new_low = first * 0
     if WINDOW:
         low = tl.maximum(start + Tk - Tq + t_low - left, 0)
         new_low = tl.maximum(Tk - Tq + t_low - left, 0)
     high = tl.minimum(prefix, start + Tk - Tq + t_high + 1)
-    return low // N * N, high, new_low, tl.minimum(Tk, Tk - Tq + t_high + 1)
+    return low, low // N * N, high, new_low, tl.minimum(Tk, Tk - Tq + t_high + 1)
+
+
+@triton.jit
+def of_head(
+    slot, kh, rows_ptr, scale_ptr, stride_page, stride_row, stride_head, stride_scale_page, stride_scale_row,
+    stride_scale_head, PAGED: tl.constexpr, QUANTIZED: tl.constexpr,
+):  # fmt: skip
+    """One head's cached rows, as `fetch` takes them; without pages, one slot's."""
+    rows_ptr += kh.to(tl.int64) * stride_head
+    if QUANTIZED:
+        scale_ptr += kh.to(tl.int64) * stride_scale_head
+    if not PAGED:
+        rows_ptr += slot.to(tl.int64) * stride_page
+        if QUANTIZED:
+            scale_ptr += slot.to(tl.int64) * stride_scale_page
+    if not QUANTIZED:
+        scale_ptr = rows_ptr
+    return rows_ptr, stride_page, stride_row, scale_ptr, stride_scale_page, stride_scale_row
