@@ -1,10 +1,12 @@
-"""The cache and the contract of attention over it: writes, formats, torch's modes, opcheck, errors."""
+"""The cache and the contract of attention over it: writes, formats, memory, torch's modes, opcheck, errors."""
 
 import dataclasses
 
 import pytest
+import support
 import torch
-from test_cached_attention import DEVICES, filled, ints, new_rows, parts
+from test_cached_attention import DEVICES, filled, ints, new_rows, parts, run
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from riftco import nn
 from riftco.functional import Cache, attention_with_cache
@@ -63,6 +65,53 @@ def test_rows_of_packed_pages():
         Cache.allocate(1, 1, 1, 1, 32, dtype="q4_0")
     with pytest.raises(ValueError, match="at least 1"):
         Cache.allocate(1, 0, 1, 1, 32)
+
+
+class Watch(TorchDispatchMode):
+    """Bytes of the largest floating tensor that any operation makes."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for t in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(t, torch.Tensor) and t.is_floating_point():
+                self.largest = max(self.largest, t.numel() * t.element_size())
+        return result
+
+
+def test_cpu_holds_no_copy_of_the_cache():
+    from riftco.kernels.cached_attention import cpu
+
+    cache = filled(2, 6000, 2, 32, "q8_0")
+    q, k, v = (t.detach() for t in new_rows(16, 16, 4, 2, 32))
+    layer = cache.layers[0]
+    places = (*parts(cache), None, ints([1]), ints([5000]), None, None, None, None, None, 0.0, 16)
+    with Watch() as watch:
+        out, lse = cpu.forward(q, k, v, *places)
+        grads = cpu.backward(q, None, q, k, v, out, lse, *places, True, True, True, False)
+    assert watch.largest < layer.k.numel() // 2
+    assert [t.shape for t in grads[:3]] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize("device", support.device_params(("cuda",)))
+@pytest.mark.parametrize("cached", ["float16", "q8_0"])
+def test_gpu_memory_does_not_grow_with_the_window(device, cached):
+    """Forward and backward of a chunk: what is allocated depends on the rows of the chunk, not on the prefix."""
+    peaks = []
+    for window in (8192, 65536):
+        cache = filled(1, window, 8, 128, cached, device="cuda")
+        q, k, v = new_rows(512, 512, 32, 8, 128, torch.bfloat16, "cuda")
+        d_out = torch.randn_like(q)
+        run(q, k, v, cache, [0], [window - 512], d_out)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run(q, k, v, cache, [0], [window - 512], d_out)
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[1] <= 1.05 * peaks[0]
+    assert peaks[1] < 65536 * 8 * 128 // 2  # bytes; a 16-bit copy of the keys alone would be four times that
 
 
 def example(dtype="q8_0", page_size=4):

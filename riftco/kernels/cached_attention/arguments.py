@@ -71,7 +71,7 @@ class Inputs:
         return route.plan(
             kernel, self.q.dtype, self.D, rows=len(self.q), runs=self.runs, packed=self.cu_q is not None,
             longest=self.longest, K=self.K, G=self.q.shape[1] // self.K, prefix=self.capacity, left=self.left,
-            processors=processors(self.q.device),
+            quantized=self.k_scale is not None, processors=processors(self.q.device),
         )  # fmt: skip
 
     def places(self) -> dict[str, Any]:
