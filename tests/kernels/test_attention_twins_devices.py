@@ -103,3 +103,30 @@ def test_twins_on_each_device(device, call):
         if want is not None:
             error = (got.cpu().double() - want).square().sum() / want.square().sum()
             assert error < 1e-9, f"{n}: {error}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("T,new", [(1, 0), (1, 1), (3, 0), (3, 1), (2, 5)])
+@pytest.mark.parametrize("paged", [False, True])
+def test_cached_rows_on_each_device(device, T, new, paged):
+    """As many new keys as queries, fewer, more and none; more queries than there are keys; an empty slot."""
+    torch.manual_seed(0)
+    held = torch.tensor([20, 1, 0], dtype=torch.int32)
+    tensors = [torch.randn(3, n, heads, 16, dtype=torch.float64) for n, heads in ((T, 4), (new, 2), (new, 2))]
+    caches = [torch.randn(*((24, 4) if paged else (3, 32)), 2, 16, dtype=torch.float64) for _ in range(2)]
+    table = torch.randperm(24).view(3, 8).int() if paged else None
+    results = []
+    for where, dtype in (("cpu", torch.float64), (device.torch_device, torch.float32)):
+        q, k, v = leaves = [t.to(where, dtype).requires_grad_() for t in tensors]
+        stored = [t.to(where, dtype, copy=True) for t in caches]
+        with device.use():
+            out, lse = flash_attn_with_kvcache(
+                q, *stored, *((k, v) if new else (None, None)), cache_seqlens=held.to(where),
+                block_table=None if table is None else table.to(where), causal=True, return_softmax_lse=True,
+            )  # fmt: skip
+            finite = lse.masked_fill(lse.detach() == -torch.inf, 0.0)
+            grads = torch.autograd.grad(out.square().sum() + finite.sum(), leaves if new else [q])
+        results.append([out, finite, *grads, *stored])
+    for n, (want, got) in enumerate(zip(*results)):
+        error = (got.cpu().double() - want).square().sum() / want.square().sum()
+        assert error < 1e-9, f"{n}: {error}"

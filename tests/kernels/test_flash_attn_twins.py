@@ -354,6 +354,18 @@ def test_kvcache_slots_and_pages():
     assert torch.equal(pages[0][6], old[0][6])
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_kvcache_of_another_dtype(causal):
+    """The cache stores what its dtype holds; q keeps its own."""
+    q, k_cache, v_cache, k, v, held = (t.nan_to_num(0.0) for t in cached())
+    caches = [t.bfloat16() for t in (k_cache, v_cache)]
+    kv = joined(*(t.double() for t in caches), k, v, held)
+    out = flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=held, causal=causal)
+    assert out.dtype == q.dtype and torch.equal(caches[0][0, 3:5], k[0].bfloat16())
+    want = torch.stack([meaning(q[b], *kv[b], causal=causal)[0] for b in range(3)])
+    torch.testing.assert_close(out, want, atol=1e-7 if causal else 1e-2, rtol=1e-2)
+
+
 def test_kvcache_left_padding():
     q, k_cache, v_cache, k, v, held = cached(held=(5, 4, 6))
     pad = torch.tensor([2, 0, 5])
@@ -455,6 +467,7 @@ def test_kvcache_refusals(monkeypatch):
         (r"cache_leftpad must be", {"cache_leftpad": held[:2]}),
         (r"block_table must be \[3, pages\]", {"block_table": table[0]}),
         ("give cache_batch_idx", {"k_cache": k_cache[:2], "v_cache": v_cache[:2]}),
+        ("must have one shape", {"v_cache": v_cache[..., :4]}),
     ]:
         with pytest.raises(ValueError, match=text):
             flash_attn_with_kvcache(**{**call, **bad})

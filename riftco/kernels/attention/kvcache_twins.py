@@ -1,16 +1,16 @@
-"""flash_attn_with_kvcache on `attention`.
+"""flash_attn_with_kvcache on `attention_with_cache`, or on `attention` where that has no such option.
 
-B batch, T query length, N new keys, H query heads, K key/value heads, D and Dv head dims, W rows of a slot.
+B batch, T query length, N new keys, H query heads, K key/value heads, D head dim, W rows of a slot.
 """
 
 import torch
 from torch import Tensor
 
 from .._contract import checks_enabled, needs_grad
+from ..cached_attention import Cache, CacheLayer, attention_with_cache
 from ..rope.op import rope
 from .alibi import key_bias, row_shift
 from .op import attention
-from .rows import page_of
 
 NAME = "flash_attn_with_kvcache"
 
@@ -42,68 +42,96 @@ def flash_attn_with_kvcache(
 
     Args:
         q: [B, T, H, D]. Differentiable.
-        k_cache: [slots, W, K, D]; with block_table pages [pages, rows of a page, K, D]. A constant to autograd: its
-            rows must not change before the backward, those beyond a slot's length may.
-        v_cache: [slots, W, K, Dv] or pages.
-        k: [B, N, K, D], written to rows cache_seqlens, cache_seqlens + 1, ... of each slot. Differentiable; where
-            k or v need a gradient the rows that attention reads are a copy.
-        v: [B, N, K, Dv]. Differentiable.
+        k_cache: [slots, W, K, D]; with block_table pages [pages, rows of a page, K, D]. Any floating dtype. A constant
+            to autograd: its rows must not change before the backward, those beyond a slot's length may.
+        v_cache: as k_cache.
+        k: [B, N, K, D], written to rows cache_seqlens, cache_seqlens + 1, ... of each slot. Differentiable.
+        v: [B, N, K, D]. Differentiable.
         rotary_cos: [positions, R / 2]: q and k are turned by `rope` before, k at its place in the cache, q at the same
             places if causal or a window is given, else all at cache_seqlens. Needs k.
         rotary_sin: as rotary_cos.
         cache_seqlens: int, or int32 or int64 [B]: rows of each slot before this call. Default: all W. Needed with k.
-        cache_batch_idx: int32 or int64 [B]: the slot of each sequence (copied out of the cache); default 0, 1, ...
+        cache_batch_idx: int32 or int64 [B]: the slot of each sequence; default 0, 1, ...
         cache_leftpad: int32 or int64 [B]: the first row of each slot that exists.
-        block_table: int32 or int64 [B, pages a slot] (pages in use are copied, once a call).
+        block_table: int32 or int64 [B, pages a slot]. Entries of pages not in use may hold anything.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as `flash_attn_func`; aligned at the end of the keys.
         rotary_interleaved: pairs (2 i, 2 i + 1) instead of (i, i + R / 2).
         num_splits: accepted for the signature's sake.
         return_softmax_lse: also return lse [B, H, T] float32.
 
     Returns:
-        out [B, T, H, Dv], or (out, lse). A slot that holds nothing gives 0 and lse -inf.
+        out [B, T, H, D], or (out, lse), both differentiable. A slot that holds nothing gives 0 and lse -inf.
 
     Raises:
         ValueError: arguments that do not fit, each named; with RIFTCO_CHECK=1 also lengths beyond the cache.
+
+    The cache is read where it lies, by `attention_with_cache`: no copy, forward or backward. Copied once a call are the
+    slots in use where that has no such option: T > 1 without causal, alibi_slopes, cache_leftpad.
     """
-    _check(q, k_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    _check(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table
+    )
     B, T = q.shape[:2]
-    W = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    held = _lengths(cache_seqlens, B, W, q.device)
+    cache = Cache((CacheLayer(k_cache, v_cache),), block_table)
+    held = _lengths(cache_seqlens, B, cache.window, q.device)
+    slots = torch.arange(B, dtype=held.dtype, device=q.device) if cache_batch_idx is None else cache_batch_idx
     new = 0 if k is None else k.shape[1]
-    if checks_enabled() and B and not bool(((held >= 0) & (held + new <= W)).all()):
-        raise ValueError(f"{NAME}: cache_seqlens {held.tolist()} and {new} new rows do not fit a cache of {W} rows")
-    if k is not None and v is not None:
-        if rotary_cos is not None and rotary_sin is not None:
-            start = held if cache_leftpad is None else held - cache_leftpad
-            steps = T if causal or any(side not in (None, -1) for side in window_size) else 1
-            tables = rotary_cos.float(), rotary_sin.float()
-            q = _turned(q, *tables, start, steps, rotary_interleaved)
-            k = _turned(k, *tables, start, new, rotary_interleaved)
-        place = _place(held, new, W, cache_batch_idx, block_table, k_cache.shape[1])
-        with torch.no_grad():
-            k_cache.index_put_(place, k.to(k_cache.dtype))
-            v_cache.index_put_(place, v.to(v_cache.dtype))
-    keys, values = k_cache.data, v_cache.data  # later appends write rows that this call's backward does not read
-    if k is not None and v is not None and needs_grad(k, v):
+    if checks_enabled() and B and not bool(((held >= 0) & (held + new <= cache.window)).all()):
+        raise ValueError(
+            f"{NAME}: cache_seqlens {held.tolist()} and {new} new rows do not fit a cache of {cache.window} rows"
+        )
+    if k is None or v is None:
+        k, v = (t.new_empty((B, 0, *t.shape[2:]), dtype=q.dtype) for t in (k_cache, v_cache))
+    elif rotary_cos is not None and rotary_sin is not None:
+        start = held if cache_leftpad is None else held - cache_leftpad
+        steps = T if causal or any(side not in (None, -1) for side in window_size) else 1
+        tables = rotary_cos.float(), rotary_sin.float()
+        q = _turned(q, *tables, start, steps, rotary_interleaved)
+        k = _turned(k, *tables, start, new, rotary_interleaved)
+    if new:
+        cache.write(0, cache.rows(slots, held, B * new), k.flatten(0, 1), v.flatten(0, 1))
+    if (causal or T == 1) and alibi_slopes is None and cache_leftpad is None:
+        left = None if window_size[0] == -1 else window_size[0]
+        pair = attention_with_cache(
+            q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cache, 0, slots, held, scale=softmax_scale,
+            window=(left, None), softcap=softcap, return_lse=True,
+        )  # fmt: skip
+        out, lse = pair[0].unflatten(0, (B, T)), pair[1].unflatten(1, (B, T)).transpose(0, 1)
+    else:
+        out, lse = _copied(q, k, v, cache, slots, held, softmax_scale, causal, window_size, softcap, alibi_slopes,
+                           cache_leftpad)  # fmt: skip
+    return (out, lse) if return_softmax_lse else out
+
+
+def _copied(
+    q, k, v, cache: Cache, slots: Tensor, held: Tensor, scale, causal, window, softcap, slopes, leftpad
+) -> tuple[Tensor, Tensor]:
+    """Through `attention`, over a copy of the slots in use."""
+    of, W = cache.layers[0], cache.window
+    keys, values = (
+        t.data[slots.long() if cache.block_table is None else cache.block_table.long().clamp(0, len(t) - 1)]
+        for t in (of.k, of.v)
+    )
+    if cache.block_table is not None:  # entries of pages not in use may hold anything
+        keys, values = keys.flatten(1, 2), values.flatten(1, 2)
+    if needs_grad(k, v):
+        at = held.long().unsqueeze(-1) + torch.arange(k.shape[1], device=q.device)
+        place = torch.arange(len(q), device=q.device).unsqueeze(-1), at
         keys, values = keys.index_put(place, k.to(keys.dtype)), values.index_put(place, v.to(values.dtype))
-    keys, values = (_by_sequence(t, B, cache_batch_idx, block_table) for t in (keys, values))
-    lens = held + new
+    lens = held + k.shape[1]
     bias = shift = None
-    if alibi_slopes is not None:
-        bias = key_bias(alibi_slopes, q.shape, W, lens, causal)
-        shift = row_shift(alibi_slopes, T) if causal else None
-    if cache_leftpad is not None:
-        exists = torch.arange(W, device=q.device) >= cache_leftpad.view(-1, 1, 1, 1)
+    if slopes is not None:
+        bias = key_bias(slopes, q.shape, W, lens, causal)
+        shift = row_shift(slopes, q.shape[1]) if causal else None
+    if leftpad is not None:
+        exists = torch.arange(W, device=q.device) >= leftpad.view(-1, 1, 1, 1)
         bias = exists if bias is None else bias.masked_fill(~exists, -torch.inf)
     pair = attention(
-        q, keys, values, causal=causal, scale=softmax_scale, window=window_size, softcap=softcap, bias=bias,
+        q, keys.to(q.dtype), values.to(q.dtype), causal=causal, scale=scale, window=window, softcap=softcap, bias=bias,
         k_lens=lens, return_lse=True,
     )  # fmt: skip
     assert isinstance(pair, tuple)
-    out, lse = pair
-    lse = lse if shift is None else lse + shift
-    return (out, lse) if return_softmax_lse else out
+    return pair[0], pair[1] if shift is None else pair[1] + shift
 
 
 def _lengths(cache_seqlens: int | Tensor | None, B: int, W: int, device: torch.device) -> Tensor:
@@ -118,30 +146,16 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, start: Tensor, steps: int, inte
     return rope(x, x[:, :, :0], cos, sin, positions=positions, interleaved=interleaved)[0]
 
 
-def _place(
-    held: Tensor, new: int, W: int, slots: Tensor | None, block_table: Tensor | None, page_rows: int
-) -> tuple[Tensor, Tensor]:
-    """Indices [B, new] of the first two dimensions of a cache."""
-    at = held.long().unsqueeze(-1) + torch.arange(new, device=held.device)
-    sequence = torch.arange(len(held), device=held.device).unsqueeze(-1).expand_as(at)
-    if block_table is not None:
-        return page_of(block_table, sequence, at // page_rows), at % page_rows
-    return (sequence if slots is None else slots.long().unsqueeze(-1).expand_as(at)), at
-
-
-def _by_sequence(cache: Tensor, B: int, slots: Tensor | None, block_table: Tensor | None) -> Tensor:
-    """[B, W, K, D]"""
-    if block_table is not None:  # entries of pages not in use may hold anything
-        return cache[block_table.long().clamp(0, max(len(cache) - 1, 0))].flatten(1, 2)
-    return cache[:B] if slots is None else cache[slots.long()]
-
-
-def _check(q, k_cache, k, v, cos, sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table) -> None:
+def _check(q, k_cache, v_cache, k, v, cos, sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table) -> None:
     if q.dim() != 4 or k_cache.dim() != 4:
         raise ValueError(
             f"{NAME}: q and the caches must have 4 dimensions; got {tuple(q.shape)} and {tuple(k_cache.shape)}"
         )
     B = q.shape[0]
+    if k_cache.shape != v_cache.shape:
+        raise ValueError(
+            f"{NAME}: k_cache and v_cache must have one shape; got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        )
     if (k is None) != (v is None):
         raise ValueError(f"{NAME}: k and v must be given together")
     if k is not None and (k.dim() != 4 or k.shape[0] != B or k.shape[2:] != k_cache.shape[2:]):
