@@ -23,12 +23,16 @@ from .schedule import entry, place
 
 LOG2E = gl.constexpr(1.4426950408889634)
 INF = gl.constexpr(float("inf"))
+LIFT = gl.constexpr(15.0)  # P crosses as float16 times 2^15: 11 bits of it down to 2^-29
+DROP = gl.constexpr(2.0**-15)
 TILE = gl.constexpr(64)
 WIDTH = gl.constexpr(256)
+HALF = gl.constexpr(128)
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 D_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 A_LAYOUT = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]), 2))
 INTS = ("tiles", "docs", "B", "T", "S", "H", "K", "k_step", "v_step", "kv_grad_start", "left", "right", "group")
+H_LAYOUT = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]), 2))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -36,6 +40,17 @@ FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 def tile_of(ring, slot):
     """The [64, 256] matrix in a slot of a ring of TMA boxes."""
     return ring.index(slot).reshape([TILE, WIDTH])
+
+
+@gluon.jit
+def _product(half, left, right, zero, HELD: gl.constexpr):
+    """left @ right^T [64, 64]. HELD: as two products, the first with half of left in registers, because wgmma of this
+    shape with both sides in shared memory takes all of its bandwidth."""
+    if not HELD:
+        return warpgroup_mma(left, right.permute((1, 0)), zero, use_acc=False, is_async=True)
+    token = warpgroup_mma(half, right.slice(0, HALF, 1).permute((1, 0)), zero, use_acc=False, is_async=True)
+    rest = left.slice(HALF, HALF, 1)
+    return warpgroup_mma(rest, right.slice(HALF, HALF, 1).permute((1, 0)), token, is_async=True)
 
 
 @gluon.jit
@@ -49,17 +64,45 @@ def scores(qk, scale, cap, SOFTCAP: gl.constexpr):
 
 
 @gluon.jit
-def _by_thread(x):
-    """A [64, 64] accumulator as [4096] in which 8 values of a thread lie together and neighbours follow: 16-byte
-    accesses to shared memory without bank conflicts, and no value changes its thread."""
-    y = gl.reshape(x, [4, 2, 8, 4, 2, 4, 2])
-    return gl.reshape(gl.permute(y, [3, 0, 2, 5, 4, 1, 6]), [4096])
+def pairs(x, dt: gl.constexpr):
+    """[64, 64] float32 rounded to 16 bits, as int32 [64, 32] of two columns each: 16-bit values carried over a loop's
+    back edge one by one would cost moves."""
+    first, second = gl.split(gl.reshape(x, [TILE, TILE // 2, 2]))
+    asm: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if dt == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(asm, "=r,r,r", [first, second], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def _from_thread(x):
-    y = gl.reshape(x, [4, 4, 8, 4, 2, 2, 2])
-    return gl.reshape(gl.permute(y, [1, 5, 2, 0, 4, 3, 6]), [64, 64])
+def operand(p, dt: gl.constexpr):
+    """Pairs as a left operand of wgmma in registers: no instruction at all."""
+    first = p.to(gl.int16).to(dt, bitcast=True)
+    second = (p >> 16).to(gl.int16).to(dt, bitcast=True)
+    return gl.convert_layout(gl.reshape(gl.join(first, second), [TILE, TILE]), A_LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def no_pairs():
+    return pairs(gl.zeros([TILE, TILE], gl.float32, S_LAYOUT), gl.float16)
+
+
+@gluon.jit
+def _by_thread(p):
+    """Pairs [64, 32] as [2048] in which 4 of a thread lie together and neighbours follow: 16-byte accesses to shared
+    memory without bank conflicts, and no value changes its thread."""
+    y = gl.reshape(p, [4, 2, 8, 4, 2, 4])
+    return gl.reshape(gl.permute(y, [3, 0, 2, 5, 4, 1]), [2048])
+
+
+@gluon.jit
+def _halves(p):
+    """The inverse of _by_thread and of pairs, in float32 again."""
+    y = gl.reshape(p, [4, 4, 8, 4, 2, 2])
+    y = gl.reshape(gl.permute(y, [1, 5, 2, 0, 4, 3]), [TILE, TILE // 2])
+    first, second = gl.inline_asm_elementwise(
+        "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }", "=r,=r,r", [y],
+        dtype=(gl.float32, gl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+    return gl.convert_layout(gl.reshape(gl.join(first, second), [TILE, TILE]), S_LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -81,28 +124,32 @@ def power(exponent):
 
 
 @gluon.jit
-def _finish(acc, a, ring, full, t, factor, rows, out):
+def _finish(acc, a, dt: gl.constexpr, ring, full, t, factor, rows, out, LENS: gl.constexpr):
     """The last product, the factor, zeros in the rows that do not exist; out is shared memory."""
     if t > 0:
         mbarrier.wait(full.index((t - 1) % 2), ((t - 1) // 2) & 1)
-        acc = warpgroup_mma(a, tile_of(ring, (t - 1) % 2), acc)
-    ok = gl.arange(0, TILE, gl.SliceLayout(1, D_LAYOUT)) < rows
-    acc = gl.where(ok[:, None], acc * factor, 0.0)
+        acc = warpgroup_mma(operand(a, dt), tile_of(ring, (t - 1) % 2), acc)
+    acc = acc * factor
+    if LENS:
+        if rows < TILE:
+            ok = gl.arange(0, TILE, gl.SliceLayout(1, D_LAYOUT)) < rows
+            acc = gl.where(ok[:, None], acc, 0.0)
     out.reshape([TILE, WIDTH]).store(acc.to(out.dtype))
     fence_async_shared()
 
 
 @gluon.jit
 def _value_side(
-    k_smem, q_smem, do_smem, lse_smem, p_smem, k_full, q_full, q_empty, do_full, do_empty, p_full, p_empty,
+    k_smem, q_smem, do_smem, lse_smem, p_smem, k_full, q_full, q_empty, do_full, do_empty, p_full, p_empty, turn,
     dv_desc, kv_head, at_out, len_out, row_out, n0, rows, shift, m_lo, m_hi, G, left, right, scale, cap,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, LENS: gl.constexpr,
 ):  # fmt: skip
     dt: gl.constexpr = q_smem.dtype
     dv = gl.zeros([TILE, WIDTH], gl.float32, D_LAYOUT)
-    a = gl.zeros([TILE, TILE], dt, A_LAYOUT)
+    a = no_pairs()
     zero = gl.zeros([TILE, TILE], gl.float32, S_LAYOUT)
     mbarrier.wait(k_full, 0)
+    k_half = tile_of(k_smem, 0).slice(0, HALF, 1).load(H_LAYOUT)
     t = m_lo * 0
     for _ in range(G):
         for m in range(m_lo, m_hi):
@@ -111,12 +158,14 @@ def _value_side(
             last = gl.maximum(t - 1, 0)  # the first trip adds 0 times its own tile
             k = tile_of(k_smem, t >> 30)  # 0, opaque: descriptors of K must not stay in registers
             mbarrier.wait(do_full.index(last % 2), (last // 2) & 1)
-            dv_token = warpgroup_mma(a, tile_of(do_smem, last % 2), dv, is_async=True)
+            dv_token = warpgroup_mma(operand(a, dt), tile_of(do_smem, last % 2), dv, is_async=True)
             mbarrier.wait(q_full.index(st), ph)
-            s_token = warpgroup_mma(k, tile_of(q_smem, st).permute((1, 0)), zero, use_acc=False, is_async=True)
+            s_token = _product(k_half, k, tile_of(q_smem, st), zero, not SOFTCAP)
             lse = lse_smem.index(st).load(gl.SliceLayout(0, S_LAYOUT))
-            dv, s = warpgroup_mma_wait(0, deps=[dv_token, s_token])
+            dv = warpgroup_mma_wait(1 if SOFTCAP else 2, deps=[dv_token])
+            mbarrier.arrive(turn, count=1)
             mbarrier.arrive(do_empty.index(last % 2), count=1, pred=t > 0)
+            s = warpgroup_mma_wait(0, deps=[s_token])
             mbarrier.arrive(q_empty.index(st), count=1)
             s, slope = scores(s, scale, cap, SOFTCAP)
             p = gl.exp2(s - lse[None, :])
@@ -129,38 +178,40 @@ def _value_side(
                     crosses = crosses | (first + TILE - 1 - left > n0)
                 if crosses:
                     p = _cut(p, n0, first, left, right, LEFT, RIGHT)
-            a = gl.convert_layout(p.to(dt), A_LAYOUT)
+            a = pairs(p, dt)
             mbarrier.wait(p_empty.index(st), ph ^ 1)
-            p_smem.index(st).store(_by_thread((p * slope).to(dt)))
+            p_smem.index(st).store(_by_thread(pairs(p * slope, gl.float16)))
             mbarrier.arrive(p_full.index(st), count=1)
             t += 1
     # only this warpgroup reads K: the tile leaves through its buffer
-    _finish(dv, a, do_smem, do_full, t, 1.0, rows, k_smem.index(0))
+    _finish(dv, a, dt, do_smem, do_full, t, DROP, rows, k_smem.index(0), LENS)
     store(dv_desc, k_smem.index(0), kv_head, at_out, len_out, row_out)
     tma.store_wait(pendings=0)
 
 
 @gluon.jit
 def _key_side(
-    v_smem, q_smem, do_smem, delta_smem, p_smem, v_full, q_full, q_empty, do_full, do_empty, p_full, p_empty,
-    dk_desc, exponents, kv_head, at_out, len_out, row_out, rows, m_lo, m_hi, G, scale, SCALED: gl.constexpr,
+    v_smem, q_smem, do_smem, delta_smem, p_smem, v_full, q_full, q_empty, do_full, do_empty, p_full, p_empty, turn,
+    dk_desc, exponents, kv_head, at_out, len_out, row_out, rows, m_lo, m_hi, G, scale,
+    SCALED: gl.constexpr, LENS: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     dt: gl.constexpr = q_smem.dtype
     dk = gl.zeros([TILE, WIDTH], gl.float32, D_LAYOUT)
-    a = gl.zeros([TILE, TILE], dt, A_LAYOUT)
+    a = no_pairs()
     zero = gl.zeros([TILE, TILE], gl.float32, S_LAYOUT)
-    t_layout: gl.constexpr = _by_thread(zero.to(dt)).type.layout
+    t_layout: gl.constexpr = _by_thread(a).type.layout
     mbarrier.wait(v_full, 0)
+    v_half = tile_of(v_smem, 0).slice(0, HALF, 1).load(H_LAYOUT)
     t = m_lo * 0
     unit = 1.0 + t.to(gl.float32)  # of the sum in dk: float16 sums dK times a power of two of the head
     up = unit
     for g in range(G):
         if SCALED:
-            up = power(exponents + g)
+            up = power(exponents + g) * DROP
             if t > 0:  # bring in the last product of the head before, then pass to this head's unit
-                dk = warpgroup_mma(a, tile_of(q_smem, (t - 1) % 2), dk)
+                dk = warpgroup_mma(operand(a, dt), tile_of(q_smem, (t - 1) % 2), dk)
                 dk = dk * (up * unit)
-                a = gl.zeros([TILE, TILE], dt, A_LAYOUT)
+                a = no_pairs()
             unit = 1.0 / up
         for _ in range(m_lo, m_hi):
             st = t % 2
@@ -168,37 +219,35 @@ def _key_side(
             last = gl.maximum(t - 1, 0)
             v = tile_of(v_smem, t >> 30)
             mbarrier.wait(q_full.index(last % 2), (last // 2) & 1)
-            dk_token = warpgroup_mma(a, tile_of(q_smem, last % 2), dk, is_async=True)
+            mbarrier.wait(turn, t & 1)
+            dk_token = warpgroup_mma(operand(a, dt), tile_of(q_smem, last % 2), dk, is_async=True)
             mbarrier.wait(do_full.index(st), ph)
-            dp_token = warpgroup_mma(v, tile_of(do_smem, st).permute((1, 0)), zero, use_acc=False, is_async=True)
+            dp_token = _product(v_half, v, tile_of(do_smem, st), zero, HELD)
             delta = delta_smem.index(st).load(gl.SliceLayout(0, S_LAYOUT))
-            dk, dp = warpgroup_mma_wait(0, deps=[dk_token, dp_token])
+            dk = warpgroup_mma_wait(2 if HELD else 1, deps=[dk_token])
             mbarrier.arrive(q_empty.index(last % 2), count=1, pred=t > 0)
+            dp = warpgroup_mma_wait(0, deps=[dp_token])
             mbarrier.arrive(do_empty.index(st), count=1)
             mbarrier.wait(p_full.index(st), ph)
-            p = _from_thread(p_smem.index(st).load(t_layout))
+            p = p_smem.index(st).load(t_layout)
             mbarrier.arrive(p_empty.index(st), count=1)
-            p = gl.convert_layout(p, S_LAYOUT, assert_trivial=True).to(gl.float32)
-            ds = p * (dp - delta[None, :])
+            ds = _halves(p) * (dp - delta[None, :])
             if SCALED:
                 ds *= up
-            a = gl.convert_layout(ds.to(dt), A_LAYOUT)
+            a = pairs(ds, dt)
             t += 1
-    _finish(dk, a, q_smem, q_full, t, scale * unit, rows, v_smem.index(0))
+    _finish(dk, a, dt, q_smem, q_full, t, scale * (unit if SCALED else DROP), rows, v_smem.index(0), LENS)
     store(dk_desc, v_smem.index(0), kv_head, at_out, len_out, row_out)
     tma.store_wait(pendings=0)
 
 
 @gluon.jit
 def _producer(
-    q_desc, do_desc, k_desc, v_desc, lse_ptr, delta_ptr, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem,
-    k_full, v_full, q_full, q_empty, do_full, do_empty, at_q, q_len, at_k, at_v, k_len, head0, kv_head, row0, T, n0,
-    m_lo, m_hi, G,
+    q_desc, do_desc, lse_ptr, delta_ptr, q_smem, do_smem, lse_smem, delta_smem, q_full, q_empty, do_full, do_empty,
+    at_q, q_len, head0, row0, T, m_lo, m_hi, G,
 ):  # fmt: skip
     """Streams Q, dO, lse and delta. Rows that do not exist get lse = inf, hence P = 0, like rows that see nothing."""
     lanes: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    load_expected(k_desc, k_smem.index(0), k_full, kv_head, at_k, k_len, n0)
-    load_expected(v_desc, v_smem.index(0), v_full, kv_head, at_v, k_len, n0)
     t = m_lo * 0
     for g in range(G):
         at = row0 + g * T
@@ -210,7 +259,7 @@ def _producer(
             delta = gl.load(delta_ptr + at + row, mask=row < q_len, other=0.0)
             mbarrier.wait(q_empty.index(st), ph)
             load_expected(q_desc, q_smem.index(st), q_full.index(st), head0 + g, at_q, q_len, m * TILE)
-            lse_smem.index(st).store(gl.where(lse == -INF, INF, lse * LOG2E))
+            lse_smem.index(st).store(gl.where(lse == -INF, INF, lse * LOG2E - LIFT))
             mbarrier.arrive(q_full.index(st), count=1)
             mbarrier.wait(do_empty.index(st), ph)
             load_expected(do_desc, do_smem.index(st), do_full.index(st), head0 + g, at_q, q_len, m * TILE)
@@ -278,7 +327,7 @@ def dkdv_kernel(
     v_smem = gl.allocate_shared_memory(dt, one, v_desc.layout)
     q_smem = gl.allocate_shared_memory(dt, two, q_desc.layout)
     do_smem = gl.allocate_shared_memory(dt, two, do_desc.layout)
-    p_smem = gl.allocate_shared_memory(dt, [2, 4096], FLAT)
+    p_smem = gl.allocate_shared_memory(gl.int32, [2, 2048], FLAT)
     lse_smem = gl.allocate_shared_memory(gl.float32, [2, TILE], FLAT)
     delta_smem = gl.allocate_shared_memory(gl.float32, [2, TILE], FLAT)
     k_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -289,6 +338,8 @@ def dkdv_kernel(
     do_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     p_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     p_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(turn, count=1)
     mbarrier.init(k_full, count=1)
     mbarrier.init(v_full, count=1)
     for i in gl.static_range(2):
@@ -299,16 +350,18 @@ def dkdv_kernel(
         mbarrier.init(p_full.index(i), count=1)
         mbarrier.init(p_empty.index(i), count=1)
     fence_async_shared()
+    load_expected(k_desc, k_smem.index(0), k_full, kv_head, at_k, k_len, n0)
+    load_expected(v_desc, v_smem.index(0), v_full, kv_head, at_v, k_len, n0)
     gl.warp_specialize([
         (_value_side, (
-            k_smem, q_smem, do_smem, lse_smem, p_smem, k_full, q_full, q_empty, do_full, do_empty, p_full, p_empty,
+            k_smem, q_smem, do_smem, lse_smem, p_smem, k_full, q_full, q_empty, do_full, do_empty, p_full, p_empty, turn,
             dv_desc, kv_head, at_out, keys - skipped, n0 - skipped, n0, k_len - n0, shift, m_lo, m_hi, G,
-            left, right, scale2, cap, LEFT, RIGHT, SOFTCAP)),
+            left, right, scale2, cap, LEFT, RIGHT, SOFTCAP, LENS)),
         (_key_side, (
-            v_smem, q_smem, do_smem, delta_smem, p_smem, v_full, q_full, q_empty, do_full, do_empty, p_full, p_empty,
-            dk_desc, of_seq, kv_head, at_out, keys - skipped, n0 - skipped, k_len - n0, m_lo, m_hi, G, scale, SCALED)),
+            v_smem, q_smem, do_smem, delta_smem, p_smem, v_full, q_full, q_empty, do_full, do_empty, p_full, p_empty, turn,
+            dk_desc, of_seq, kv_head, at_out, keys - skipped, n0 - skipped, k_len - n0, m_lo, m_hi, G, scale,
+            SCALED, LENS, not SOFTCAP)),
         (_producer, (
-            q_desc, do_desc, k_desc, v_desc, lse_ptr, delta_ptr, k_smem, v_smem, q_smem, do_smem, lse_smem,
-            delta_smem, k_full, v_full, q_full, q_empty, do_full, do_empty, at_q, q_len, at_k, at_v, k_len,
-            kv_head * G, kv_head, row0, T, n0, m_lo, m_hi, G)),
-    ], [4, 1], [232, 40])  # fmt: skip
+            q_desc, do_desc, lse_ptr, delta_ptr, q_smem, do_smem, lse_smem, delta_smem, q_full, q_empty, do_full,
+            do_empty, at_q, q_len, kv_head * G, row0, T, m_lo, m_hi, G)),
+    ], [4, 1], [240, 24])  # fmt: skip

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward_wide_kv import A_LAYOUT, D_LAYOUT, INF, LOG2E, S_LAYOUT, TILE, WIDTH, power, scores, tile_of
+from .backward_wide_kv import D_LAYOUT, INF, LOG2E, S_LAYOUT, TILE, WIDTH, no_pairs, operand, pairs, power, scores, tile_of
 from .descriptors import load, load_expected, store
 from .schedule import entry, place
 
@@ -52,12 +52,11 @@ def _pass_by(n, t, k_full, k_empty, v_full, v_empty):
 @gluon.jit
 def _rows(
     wg: gl.constexpr, q_smem, do_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, dq_desc, lse_ptr,
-    delta_ptr, exponent, head, at_q, q_len, k_len, m0, row0, left, right, scale, scale2, cap,
+    delta_ptr, exponent, head, at_q, q_len, k_len, m0, lo, hi, row0, left, right, scale, scale2, cap,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     dt: gl.constexpr = q_smem.dtype
     first = m0 + wg * TILE
-    lo, hi = _key_tiles(m0, 2 * TILE, q_len, k_len, left, right, LEFT, RIGHT)
     my_lo, my_hi = _key_tiles(first, TILE, q_len, k_len, left, right, LEFT, RIGHT)
     if first >= q_len:
         my_lo = my_hi
@@ -69,7 +68,7 @@ def _rows(
         up = power(exponent)
         scale /= up
     dq = gl.zeros([TILE, WIDTH], gl.float32, D_LAYOUT)
-    a = gl.zeros([TILE, TILE], dt, A_LAYOUT)
+    a = no_pairs()
     zero = gl.zeros([TILE, TILE], gl.float32, S_LAYOUT)
     mbarrier.wait(q_full, 0)
     t0 = _pass_by(hi - my_hi, my_hi * 0, k_full, k_empty, v_full, v_empty)
@@ -83,7 +82,7 @@ def _rows(
         last = gl.maximum(t - 1, t0)  # the first trip adds 0 times its own tile
         q = tile_of(q_smem, wg + (t >> 30))  # opaque: descriptors must not stay in registers
         do = tile_of(do_smem, wg + (t >> 30))
-        dq_token = warpgroup_mma(a, tile_of(k_smem, last % 2), dq, is_async=True)
+        dq_token = warpgroup_mma(operand(a, dt), tile_of(k_smem, last % 2), dq, is_async=True)
         mbarrier.wait(k_full.index(st), (t // 2) & 1)
         s_token = warpgroup_mma(q, tile_of(k_smem, st).permute((1, 0)), zero, use_acc=False, is_async=True)
         mbarrier.wait(v_full, t & 1)
@@ -110,10 +109,10 @@ def _rows(
         ds = p * slope * (dp - delta[:, None])
         if SCALED:
             ds *= up
-        a = gl.convert_layout(ds.to(dt), A_LAYOUT)
+        a = pairs(ds, dt)
         t += 1
     if my_lo < my_hi:
-        dq = warpgroup_mma(a, tile_of(k_smem, (t - 1) % 2), dq)
+        dq = warpgroup_mma(operand(a, dt), tile_of(k_smem, (t - 1) % 2), dq)
         mbarrier.arrive(k_empty.index((t - 1) % 2), count=1)
     _pass_by(my_lo - lo, t, k_full, k_empty, v_full, v_empty)
     out = q_smem.index(wg)  # only this warpgroup reads these rows of Q: dQ leaves through their buffer
@@ -125,14 +124,8 @@ def _rows(
 
 @gluon.jit
 def _producer(
-    q_desc, do_desc, k_desc, v_desc, q_smem, do_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty,
-    head, kv_head, at_q, q_len, at_k, at_v, k_len, m0, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-):  # fmt: skip
-    lo, hi = _key_tiles(m0, 2 * TILE, q_len, k_len, left, right, LEFT, RIGHT)
-    mbarrier.expect(q_full, 4 * q_desc.block_type.nbytes)
-    for i in gl.static_range(2):
-        load(q_desc, q_smem.index(i), q_full, head, at_q, q_len, m0 + i * TILE)
-        load(do_desc, do_smem.index(i), q_full, head, at_q, q_len, m0 + i * TILE)
+    k_desc, v_desc, k_smem, v_smem, k_full, k_empty, v_full, v_empty, kv_head, at_k, at_v, k_len, lo, hi
+):
     t = hi * 0
     for i in range(lo, hi):
         n0 = (hi - 1 - (i - lo)) * TILE
@@ -180,6 +173,7 @@ def dq_kernel(
         row0 = h.to(gl.int64) * T
     m0 = tile * 2 * TILE
     kv_head = head // (H // K)
+    lo, hi = _key_tiles(m0, 2 * TILE, q_len, k_len, left, right, LEFT, RIGHT)
     exponent = exponents
     if SCALED:
         exponent = exponents + gl.minimum(seq, docs - 1) * H + head
@@ -200,14 +194,17 @@ def dq_kernel(
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)
     fence_async_shared()
+    mbarrier.expect(q_full, 4 * q_desc.block_type.nbytes)
+    for i in gl.static_range(2):
+        load(q_desc, q_smem.index(i), q_full, head, at_q, q_len, m0 + i * TILE)
+        load(do_desc, do_smem.index(i), q_full, head, at_q, q_len, m0 + i * TILE)
     gl.warp_specialize([
         (_rows, (
             0, q_smem, do_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, dq_desc, lse_ptr, delta_ptr,
-            exponent, head, at_q, q_len, k_len, m0, row0, left, right, scale, scale2, cap, LEFT, RIGHT, SOFTCAP, SCALED)),
+            exponent, head, at_q, q_len, k_len, m0, lo, hi, row0, left, right, scale, scale2, cap, LEFT, RIGHT, SOFTCAP, SCALED)),
         (_rows, (
             1, q_smem, do_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, dq_desc, lse_ptr, delta_ptr,
-            exponent, head, at_q, q_len, k_len, m0, row0, left, right, scale, scale2, cap, LEFT, RIGHT, SOFTCAP, SCALED)),
+            exponent, head, at_q, q_len, k_len, m0, lo, hi, row0, left, right, scale, scale2, cap, LEFT, RIGHT, SOFTCAP, SCALED)),
         (_producer, (
-            q_desc, do_desc, k_desc, v_desc, q_smem, do_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty,
-            head, kv_head, at_q, q_len, at_k, at_v, k_len, m0, left, right, LEFT, RIGHT)),
+            k_desc, v_desc, k_smem, v_smem, k_full, k_empty, v_full, v_empty, kv_head, at_k, at_v, k_len, lo, hi)),
     ], [4, 1], [240, 24])  # fmt: skip
