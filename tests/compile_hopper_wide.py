@@ -19,7 +19,10 @@ def call(D=256, dtype=torch.bfloat16, packed=False, k_lens=False, left=None, rig
     lse = torch.empty(*lead, 4, 256)
     cu = torch.tensor([0, 100, 256], dtype=torch.int32) if packed else None
     lens = torch.tensor([100, 256], dtype=torch.int32) if k_lens else None
-    backward(q, None, q, k, k, q, lse, cu, None, lens, None, None, left, right, softcap, start, False, True, True, True)
+    backward(
+        q, None, q, k, k, q, lse, cu, None, lens, None, None, None, None, left, right, softcap, 0.0, start, False,
+        True, True, True, False, False,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -79,10 +79,11 @@ def launch(q, k, v, d_out, want, cu_q=None, cu_k=None, k_lens=None, d_lse=None, 
     cu_q, cu_k, k_lens = (
         torch.tensor(x, device=DEV, dtype=torch.int32) if isinstance(x, list) else x for x in (cu_q, cu_k, k_lens)
     )
-    return backward(
-        d_out, d_lse, q, k, v, want[0].to(q.dtype), want[1].float(), cu_q, cu_k, k_lens, None, scale, left, right,
-        softcap, start, deterministic, *need,
+    d_q, d_k, d_v, _, _, delta, exponent = backward(
+        d_out, d_lse, q, k, v, want[0].to(q.dtype), want[1].float(), cu_q, cu_k, k_lens, None, None, None, scale, left,
+        right, softcap, 0.0, start, deterministic, *need, False, False,
     )  # fmt: skip
+    return d_q, d_k, d_v, delta, exponent
 
 
 def nmse(got, want):

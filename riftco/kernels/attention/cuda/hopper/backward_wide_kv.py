@@ -38,8 +38,8 @@ FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 @gluon.jit
 def tile_of(ring, slot):
-    """The [64, 256] matrix in a slot of a ring of TMA boxes."""
-    return ring.index(slot).reshape([TILE, WIDTH])
+    """The matrix [64, width] in a slot of a ring of TMA boxes."""
+    return ring.index(slot).reshape([TILE, ring.shape[-1]])
 
 
 @gluon.jit
@@ -73,11 +73,11 @@ def pairs(x, dt: gl.constexpr):
 
 
 @gluon.jit
-def operand(p, dt: gl.constexpr):
+def operand(p, dt: gl.constexpr, layout: gl.constexpr):
     """Pairs as a left operand of wgmma in registers: no instruction at all."""
     first = p.to(gl.int16).to(dt, bitcast=True)
     second = (p >> 16).to(gl.int16).to(dt, bitcast=True)
-    return gl.convert_layout(gl.reshape(gl.join(first, second), [TILE, TILE]), A_LAYOUT, assert_trivial=True)
+    return gl.convert_layout(gl.reshape(gl.join(first, second), [TILE, TILE]), layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -128,7 +128,7 @@ def _finish(acc, a, dt: gl.constexpr, ring, full, t, factor, rows, out, LENS: gl
     """The last product, the factor, zeros in the rows that do not exist; out is shared memory."""
     if t > 0:
         mbarrier.wait(full.index((t - 1) % 2), ((t - 1) // 2) & 1)
-        acc = warpgroup_mma(operand(a, dt), tile_of(ring, (t - 1) % 2), acc)
+        acc = warpgroup_mma(operand(a, dt, A_LAYOUT), tile_of(ring, (t - 1) % 2), acc)
     acc = acc * factor
     if LENS:
         if rows < TILE:
@@ -158,7 +158,7 @@ def _value_side(
             last = gl.maximum(t - 1, 0)  # the first trip adds 0 times its own tile
             k = tile_of(k_smem, t >> 30)  # 0, opaque: descriptors of K must not stay in registers
             mbarrier.wait(do_full.index(last % 2), (last // 2) & 1)
-            dv_token = warpgroup_mma(operand(a, dt), tile_of(do_smem, last % 2), dv, is_async=True)
+            dv_token = warpgroup_mma(operand(a, dt, A_LAYOUT), tile_of(do_smem, last % 2), dv, is_async=True)
             mbarrier.wait(q_full.index(st), ph)
             s_token = _product(k_half, k, tile_of(q_smem, st), zero, not SOFTCAP)
             lse = lse_smem.index(st).load(gl.SliceLayout(0, S_LAYOUT))
@@ -209,7 +209,7 @@ def _key_side(
         if SCALED:
             up = power(exponents + g) * DROP
             if t > 0:  # bring in the last product of the head before, then pass to this head's unit
-                dk = warpgroup_mma(operand(a, dt), tile_of(q_smem, (t - 1) % 2), dk)
+                dk = warpgroup_mma(operand(a, dt, A_LAYOUT), tile_of(q_smem, (t - 1) % 2), dk)
                 dk = dk * (up * unit)
                 a = no_pairs()
             unit = 1.0 / up
@@ -220,7 +220,7 @@ def _key_side(
             v = tile_of(v_smem, t >> 30)
             mbarrier.wait(q_full.index(last % 2), (last // 2) & 1)
             mbarrier.wait(turn, t & 1)
-            dk_token = warpgroup_mma(operand(a, dt), tile_of(q_smem, last % 2), dk, is_async=True)
+            dk_token = warpgroup_mma(operand(a, dt, A_LAYOUT), tile_of(q_smem, last % 2), dk, is_async=True)
             mbarrier.wait(do_full.index(st), ph)
             dp_token = _product(v_half, v, tile_of(do_smem, st), zero, HELD)
             delta = delta_smem.index(st).load(gl.SliceLayout(0, S_LAYOUT))

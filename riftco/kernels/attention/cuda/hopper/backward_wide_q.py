@@ -1,7 +1,7 @@
-"""dQ of the Hopper backward for head dims above 128: a CTA owns 128 query rows of one head, 64 a warpgroup.
+"""dQ of the Hopper backward in a pass of its own: a CTA owns 128 query rows of one head, 64 a warpgroup.
 
-A second pass with S and dP made again, 7 products in all instead of 5: summing dQ [64, 256] over the key tiles of a
-fused kernel would send 64 KiB of float32 reduce-adds to L2 for every 64 x 64 tile. So dQ is bit-equal between runs too.
+S and dP are made again, 7 products in all instead of 5: at head dim 256 a fused kernel would send 64 KiB of float32
+reduce-adds of dQ to L2 for every 64 x 64 tile, more than L2 takes. And dQ is bit-equal between runs. Any width.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward_wide_kv import D_LAYOUT, INF, LOG2E, S_LAYOUT, TILE, WIDTH, no_pairs, operand, pairs, power, scores, tile_of
+from .backward_wide_kv import INF, LOG2E, S_LAYOUT, TILE, no_pairs, operand, pairs, power, scores, tile_of
 from .descriptors import load, load_expected, store
 from .schedule import entry, place
 
@@ -56,6 +56,9 @@ def _rows(
     LEFT: gl.constexpr, RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     dt: gl.constexpr = q_smem.dtype
+    WIDTH: gl.constexpr = q_smem.shape[-1]
+    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
     first = m0 + wg * TILE
     my_lo, my_hi = _key_tiles(first, TILE, q_len, k_len, left, right, LEFT, RIGHT)
     if first >= q_len:
@@ -67,7 +70,7 @@ def _rows(
     if SCALED:
         up = power(exponent)
         scale /= up
-    dq = gl.zeros([TILE, WIDTH], gl.float32, D_LAYOUT)
+    dq = gl.zeros([TILE, WIDTH], gl.float32, d_layout)
     a = no_pairs()
     zero = gl.zeros([TILE, TILE], gl.float32, S_LAYOUT)
     mbarrier.wait(q_full, 0)
@@ -82,7 +85,7 @@ def _rows(
         last = gl.maximum(t - 1, t0)  # the first trip adds 0 times its own tile
         q = tile_of(q_smem, wg + (t >> 30))  # opaque: descriptors must not stay in registers
         do = tile_of(do_smem, wg + (t >> 30))
-        dq_token = warpgroup_mma(operand(a, dt), tile_of(k_smem, last % 2), dq, is_async=True)
+        dq_token = warpgroup_mma(operand(a, dt, a_layout), tile_of(k_smem, last % 2), dq, is_async=True)
         mbarrier.wait(k_full.index(st), (t // 2) & 1)
         s_token = warpgroup_mma(q, tile_of(k_smem, st).permute((1, 0)), zero, use_acc=False, is_async=True)
         mbarrier.wait(v_full, t & 1)
@@ -112,7 +115,7 @@ def _rows(
         a = pairs(ds, dt)
         t += 1
     if my_lo < my_hi:
-        dq = warpgroup_mma(operand(a, dt), tile_of(k_smem, (t - 1) % 2), dq)
+        dq = warpgroup_mma(operand(a, dt, a_layout), tile_of(k_smem, (t - 1) % 2), dq)
         mbarrier.arrive(k_empty.index((t - 1) % 2), count=1)
     _pass_by(my_lo - lo, t, k_full, k_empty, v_full, v_empty)
     out = q_smem.index(wg)  # only this warpgroup reads these rows of Q: dQ leaves through their buffer
