@@ -7,30 +7,28 @@ import triton
 from torch import Tensor
 
 from ...._launch import on
-from . import descriptors, preprocess, schedule, supports
+from . import descriptors, preprocess, schedule
 from .backward_wide_kv import dkdv_kernel
 from .backward_wide_q import dq_kernel
 
 KEYS = 64  # rows of K and V that a program of the dK/dV kernel owns
 ROWS = 128  # query rows that a program of the dQ kernel owns
 BOX = 64  # rows of every TMA box
-KV_GROUP = 8  # heads whose programs run side by side
-Q_GROUP = 16
+KV_GROUP = 4  # key heads whose programs run side by side
+Q_GROUP = 16  # query heads
 LOG2E = 1.4426950408889634
 
 
-def why_not(k: Tensor, v: Tensor, k_lens: Tensor | None) -> str:
-    """Why this backward cannot serve the call ("" when it can), beyond supports.why_not() of each tensor."""
-    if k_lens is not None:
-        for name, t in (("k", k), ("v", v)):
-            if t.shape[0] > 1 and t.stride(0) % _row_stride(t):
-                return f"k_lens with a batch stride of {name} that is no multiple of its row stride"
-    return ""
+def _joined(t: Tensor) -> tuple[Tensor, int]:
+    """(Rows of the first sequence of [B, S, K, D], rows between one batch index and the next).
 
-
-def _row_stride(t: Tensor) -> int:
-    """Elements between the rows of dense t as its descriptor has them."""
-    return t.stride(1) if t.shape[1] > 1 else 8
+    A batch stride that is no whole number of rows costs a copy.
+    """
+    row = t.stride(1) if t.shape[1] > 1 else 8  # what describe() takes for a single row
+    step = t.stride(0) if t.shape[0] > 1 else 0
+    if step and (row == 0 or step % row):
+        return _joined(t.contiguous())
+    return t[0], step // row if step else 0
 
 
 def backward(
@@ -45,9 +43,8 @@ def backward(
     Bias and dropout are not served here; the gradient of sinks follows from delta and lse. d_k and d_v come from one
     kernel: asking for one of them costs as much as both.
     """
-    reason = "a bias or dropout" if bias is not None or seed is not None else why_not(k, v, k_lens)
-    if reason:
-        raise ValueError(f"the Hopper backward does not serve {reason}")
+    if bias is not None or seed is not None:
+        raise ValueError("the Hopper backward serves neither bias nor dropout")
     T, H, D = q.shape[-3:]
     S, K = k.shape[-3:-1]
     lead = q.shape[:-3]
@@ -58,16 +55,14 @@ def backward(
     scale = D**-0.5 if scale is None else scale
     none = q.new_empty(0)
     d_q = q.new_empty((*lead, T, H, D)) if need_q else none
-    d_k, d_v = (
-        k.new_empty((*lead, S - kv_grad_start, K, D)) if need_k or need_v else none for _ in range(2)
-    )
+    d_k, d_v = (k.new_empty((*lead, S - kv_grad_start, K, D)) if need_k or need_v else none for _ in range(2))
     if q.numel() == 0 or k.numel() == 0:
         delta = torch.zeros((*lead, H, T), dtype=torch.float32, device=q.device)
         exponent = torch.zeros((docs, H) if q.dtype == torch.float16 else 0, dtype=torch.int32, device=q.device)
         for t in (d_q, d_k, d_v):
             t.zero_()
     else:
-        if d_out.stride(-1) != 1 or supports.why_not(d_out):
+        if d_out.stride(-1) != 1 or descriptors.why_not(d_out):
             d_out = d_out.contiguous()  # TMA needs rows of it
         lse = lse.contiguous()
         with on(q):
@@ -121,8 +116,9 @@ def _arguments(q, k, v, d_out, lse, rows, table, tiles, k_lens, left, right, sof
     T, H = q.shape[-3:-1]
     S, K = k.shape[-3:-1]
     packed = table is not None
-    keys = (k, v) if k_lens is None else (k[0], v[0])  # the rows of a sequence, found from the first one's
-    steps = [0, 0] if k_lens is None else [t.stride(0) // _row_stride(t) for t in (k, v)]
+    keys, steps = [k, v], [0, 0]
+    if k_lens is not None:  # a ragged descriptor ends each sequence where its keys do, and counts rows across batches
+        keys, steps = zip(_joined(k), _joined(v))
     inputs = [descriptors.describe(t, BOX) for t in (q, d_out, *keys)]
     inputs += [lse, rows.delta, rows.exponent, k_lens, table]
     flags = {

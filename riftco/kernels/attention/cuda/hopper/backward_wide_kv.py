@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .descriptors import load, load_expected, store
+from .descriptors import load_expected, store
 from .schedule import entry, place
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -58,9 +58,12 @@ def scores(qk, scale, cap, SOFTCAP: gl.constexpr):
     """(scores in base 2, their derivative by scale * qk) of products qk; `scale` is in base 2 without a soft cap."""
     if SOFTCAP:
         t = 1.0 - 2.0 / (gl.exp2(qk * (2.0 * LOG2E * scale / cap)) + 1.0)
-        return t * (cap * LOG2E), 1.0 - t * t
+        s = t * (cap * LOG2E)
+        slope = 1.0 - t * t
     else:
-        return qk * scale, 1.0
+        s = qk * scale
+        slope = 1.0
+    return s, slope
 
 
 @gluon.jit
@@ -130,7 +133,7 @@ def _finish(acc, a, dt: gl.constexpr, ring, full, t, factor, rows, out, LENS: gl
         mbarrier.wait(full.index((t - 1) % 2), ((t - 1) // 2) & 1)
         acc = warpgroup_mma(operand(a, dt, A_LAYOUT), tile_of(ring, (t - 1) % 2), acc)
     acc = acc * factor
-    if LENS:
+    if LENS:  # noqa: SIM102
         if rows < TILE:
             ok = gl.arange(0, TILE, gl.SliceLayout(1, D_LAYOUT)) < rows
             acc = gl.where(ok[:, None], acc, 0.0)
@@ -171,7 +174,7 @@ def _value_side(
             p = gl.exp2(s - lse[None, :])
             if LEFT or RIGHT:
                 first = m * TILE + shift
-                crosses = m < 0
+                crosses = m < 0  # no
                 if RIGHT:
                     crosses = crosses | (first + right < n0 + TILE - 1)
                 if LEFT:
@@ -203,8 +206,8 @@ def _key_side(
     mbarrier.wait(v_full, 0)
     v_half = tile_of(v_smem, 0).slice(0, HALF, 1).load(H_LAYOUT)
     t = m_lo * 0
-    unit = 1.0 + t.to(gl.float32)  # of the sum in dk: float16 sums dK times a power of two of the head
-    up = unit
+    up = 1.0 + t.to(gl.float32)  # what P, as it crosses, is multiplied by; float16: and by the head's power of two
+    unit = up  # its inverse
     for g in range(G):
         if SCALED:
             up = power(exponents + g) * DROP
@@ -236,7 +239,7 @@ def _key_side(
                 ds *= up
             a = pairs(ds, dt)
             t += 1
-    _finish(dk, a, dt, q_smem, q_full, t, scale * (unit if SCALED else DROP), rows, v_smem.index(0), LENS)
+    _finish(dk, a, dt, q_smem, q_full, t, scale * unit * DROP, rows, v_smem.index(0), LENS)
     store(dk_desc, v_smem.index(0), kv_head, at_out, len_out, row_out)
     tma.store_wait(pendings=0)
 
@@ -275,7 +278,7 @@ def dkdv_kernel(
     LEFT: gl.constexpr, RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, SCALED: gl.constexpr, LENS: gl.constexpr,
     PACKED: gl.constexpr,
 ):  # fmt: skip
-    """`scale` multiplies dK, `scale2` the products that make scores; tiles: those of a sequence, packed: table slots."""
+    """dK gets `scale`, the products that make scores `scale2`; tiles: of a sequence, packed: the table's slots."""
     dt: gl.constexpr = q_desc.dtype
     one: gl.constexpr = [1] + k_desc.block_type.shape
     two: gl.constexpr = [2] + q_desc.block_type.shape
@@ -316,7 +319,7 @@ def dkdv_kernel(
         m_lo = gl.maximum(n0 - right - shift, 0) // TILE
     if LEFT:
         m_hi = gl.minimum(m_hi, (gl.maximum(n0 + TILE + left - shift, 0) + TILE - 1) // TILE)
-    if LENS:
+    if LENS:  # noqa: SIM102
         if n0 >= k_len:
             m_hi = m_lo
     of_seq = exponents
@@ -354,12 +357,12 @@ def dkdv_kernel(
     load_expected(v_desc, v_smem.index(0), v_full, kv_head, at_v, k_len, n0)
     gl.warp_specialize([
         (_value_side, (
-            k_smem, q_smem, do_smem, lse_smem, p_smem, k_full, q_full, q_empty, do_full, do_empty, p_full, p_empty, turn,
-            dv_desc, kv_head, at_out, keys - skipped, n0 - skipped, n0, k_len - n0, shift, m_lo, m_hi, G,
+            k_smem, q_smem, do_smem, lse_smem, p_smem, k_full, q_full, q_empty, do_full, do_empty, p_full, p_empty,
+            turn, dv_desc, kv_head, at_out, keys - skipped, n0 - skipped, n0, k_len - n0, shift, m_lo, m_hi, G,
             left, right, scale2, cap, LEFT, RIGHT, SOFTCAP, LENS)),
         (_key_side, (
-            v_smem, q_smem, do_smem, delta_smem, p_smem, v_full, q_full, q_empty, do_full, do_empty, p_full, p_empty, turn,
-            dk_desc, of_seq, kv_head, at_out, keys - skipped, n0 - skipped, k_len - n0, m_lo, m_hi, G, scale,
+            v_smem, q_smem, do_smem, delta_smem, p_smem, v_full, q_full, q_empty, do_full, do_empty, p_full, p_empty,
+            turn, dk_desc, of_seq, kv_head, at_out, keys - skipped, n0 - skipped, k_len - n0, m_lo, m_hi, G, scale,
             SCALED, LENS, not SOFTCAP)),
         (_producer, (
             q_desc, do_desc, lse_ptr, delta_ptr, q_smem, do_smem, lse_smem, delta_smem, q_full, q_empty, do_full,

@@ -126,9 +126,7 @@ def _rows(
 
 
 @gluon.jit
-def _producer(
-    k_desc, v_desc, k_smem, v_smem, k_full, k_empty, v_full, v_empty, kv_head, at_k, at_v, k_len, lo, hi
-):
+def _producer(k_desc, v_desc, k_smem, v_smem, k_full, k_empty, v_full, v_empty, kv_head, at_k, at_v, k_len, lo, hi):
     t = hi * 0
     for i in range(lo, hi):
         n0 = (hi - 1 - (i - lo)) * TILE
@@ -204,10 +202,12 @@ def dq_kernel(
     gl.warp_specialize([
         (_rows, (
             0, q_smem, do_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, dq_desc, lse_ptr, delta_ptr,
-            exponent, head, at_q, q_len, k_len, m0, lo, hi, row0, left, right, scale, scale2, cap, LEFT, RIGHT, SOFTCAP, SCALED)),
+            exponent, head, at_q, q_len, k_len, m0, lo, hi, row0, left, right, scale, scale2, cap, LEFT, RIGHT,
+            SOFTCAP, SCALED)),
         (_rows, (
             1, q_smem, do_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, dq_desc, lse_ptr, delta_ptr,
-            exponent, head, at_q, q_len, k_len, m0, lo, hi, row0, left, right, scale, scale2, cap, LEFT, RIGHT, SOFTCAP, SCALED)),
+            exponent, head, at_q, q_len, k_len, m0, lo, hi, row0, left, right, scale, scale2, cap, LEFT, RIGHT,
+            SOFTCAP, SCALED)),
         (_producer, (
             k_desc, v_desc, k_smem, v_smem, k_full, k_empty, v_full, v_empty, kv_head, at_k, at_v, k_len, lo, hi)),
     ], [4, 1], [240, 24])  # fmt: skip
