@@ -116,13 +116,13 @@ def _arguments(q, k, v, d_out, lse, rows, table, tiles, k_lens, left, right, sof
     T, H = q.shape[-3:-1]
     S, K = k.shape[-3:-1]
     packed = table is not None
-    keys, steps = [k, v], [0, 0]
+    k_step = v_step = 0
     if k_lens is not None:  # a ragged descriptor ends each sequence where its keys do, and counts rows across batches
-        keys, steps = zip(_joined(k), _joined(v))
-    inputs = [descriptors.describe(t, BOX) for t in (q, d_out, *keys)]
+        (k, k_step), (v, v_step) = _joined(k), _joined(v)
+    inputs = [descriptors.describe(t, BOX) for t in (q, d_out, k, v)]
     inputs += [lse, rows.delta, rows.exponent, k_lens, table]
     flags = {
         "LEFT": left is not None, "RIGHT": right is not None, "SOFTCAP": softcap > 0, "PACKED": packed,
         "SCALED": q.dtype == torch.float16, "LENS": k_lens is not None, "num_warps": 4,
     }  # fmt: skip
-    return inputs, (tiles, rows.docs, 1 if packed else q.shape[0], T, S, H, K, *steps), flags
+    return inputs, (tiles, rows.docs, 1 if packed else q.shape[0], T, S, H, K, k_step, v_step), flags
