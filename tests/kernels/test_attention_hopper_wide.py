@@ -301,6 +301,9 @@ def test_nothing_to_do():
     q, k = noise(2, 10, 2, 256), noise(2, 0, 2, 256)
     d_q, d_k, *_ = launch(q, k, k, q, (q, torch.full((2, 2, 10), -math.inf, device=DEV)))
     assert (d_q == 0).all() and d_k.shape == k.shape
+    q = noise(10, 2, 256, dtype=HALF)  # rows, and no document
+    got = launch(q, q, q, q, (q, torch.full((2, 10), -math.inf, device=DEV)), [0])
+    assert all(g.shape == q.shape and (g == 0).all() for g in got[:3])
 
 
 @pytest.mark.parametrize(

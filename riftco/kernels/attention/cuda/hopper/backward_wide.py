@@ -56,7 +56,7 @@ def backward(
     none = q.new_empty(0)
     d_q = q.new_empty((*lead, T, H, D)) if need_q else none
     d_k, d_v = (k.new_empty((*lead, S - kv_grad_start, K, D)) if need_k or need_v else none for _ in range(2))
-    if q.numel() == 0 or k.numel() == 0:
+    if q.numel() == 0 or k.numel() == 0 or docs == 0:
         delta = torch.zeros((*lead, H, T), dtype=torch.float32, device=q.device)
         exponent = torch.zeros((docs, H) if q.dtype == torch.float16 else 0, dtype=torch.int32, device=q.device)
         for t in (d_q, d_k, d_v):
@@ -67,6 +67,7 @@ def backward(
         lse = lse.contiguous()
         with on(q):
             rows = preprocess.prepare(d_out, d_lse, out, lse, cu_q, BOX, False)
+            left, right = (None if x is None else min(x, T + S) for x in (left, right))  # int32 from here on
             window = (scale, left, right, softcap)
             if d_k.numel():
                 keys_gradient(q, k, v, d_out, d_k, d_v, lse, rows, cu_q, cu_k, k_lens, *window, kv_grad_start)
