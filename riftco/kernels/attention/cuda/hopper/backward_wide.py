@@ -84,7 +84,7 @@ def keys_gradient(
 ) -> None:  # fmt: skip
     """dK and dV of the keys from kv_grad_start on, at head dims above 128."""
     S, K = k.shape[-3:-1]
-    table = None if cu_q is None else schedule.table(cu_k, cu_q, S, q.shape[-3], KEYS, False)
+    table = None if cu_q is None or cu_k is None else schedule.table(cu_k, cu_q, S, q.shape[-3], KEYS, False)
     tiles = triton.cdiv(S - kv_grad_start, KEYS) if table is None else table.shape[0]
     inputs, sizes, flags = _arguments(q, k, v, d_out, lse, rows, table, tiles, k_lens, left, right, softcap)
     outputs = [descriptors.describe(t, BOX) for t in (d_k, d_v)]
@@ -102,7 +102,9 @@ def rows_gradient(
 ) -> None:  # fmt: skip
     """dQ alone, bit-equal between runs, at any head dim."""
     T, H = q.shape[-3:-1]
-    table = None if cu_q is None else schedule.table(cu_q, cu_k, T, k.shape[-3], ROWS, right is not None)
+    table = (
+        None if cu_q is None or cu_k is None else schedule.table(cu_q, cu_k, T, k.shape[-3], ROWS, right is not None)
+    )
     tiles = triton.cdiv(T, ROWS) if table is None else table.shape[0]
     inputs, sizes, flags = _arguments(q, k, v, d_out, lse, rows, table, tiles, k_lens, left, right, softcap)
     batch = 1 if cu_q is not None else q.shape[0]
