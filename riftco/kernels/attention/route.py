@@ -46,7 +46,7 @@ TILES = {
 
 # Kernels for capability 9.0 alone (cuda/hopper/): the head dims that they compute with, options that they know, and the
 # rows of an average document below which tiles that hold one document each would be mostly empty.
-HOPPER_WIDTHS: dict[str, tuple[int, ...]] = {"forward": (64, 128, 256), "backward": (64, 128)}
+HOPPER_WIDTHS: dict[str, tuple[int, ...]] = {"forward": (64, 128, 256), "backward": (64, 128, 256)}
 HOPPER_OPTIONS = {
     "forward": frozenset({"window", "sinks", "k_lens", "softcap"}),
     "backward": frozenset({"window", "sinks", "k_lens", "kv_grad_start", "softcap"}),
