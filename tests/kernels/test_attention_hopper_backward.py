@@ -1,5 +1,6 @@
 """The Hopper backward against attention in float64, and its kernels compiled for sm_90 without a GPU."""
 
+import itertools
 import math
 import os
 import pathlib
@@ -315,6 +316,38 @@ def test_nothing_to_do():
     q, k = noise(2, 10, 2, 64), noise(2, 0, 2, 64)
     d_q, d_k, *_ = launch(q, k, k, q, q, torch.full((2, 2, 10), -math.inf, device=DEV))
     assert (d_q == 0).all() and d_k.shape == k.shape
+    q = noise(10, 2, 64)
+    d_q, d_k, *_ = launch(q, q, q, q, q, torch.full((2, 10), -math.inf, device=DEV), [0])
+    assert (d_q == 0).all() and (d_k == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_numbers_in_tiles_of_documents(dtype):
+    """delta, lse and float16's powers, on any device: documents of 0, 65, 1 and 129 rows, rows of none hold NaN."""
+    pytest.importorskip("triton")
+    from riftco.kernels.attention.cuda.hopper import preprocess
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    cu, T, H, M = [5, 5, 70, 71, 200], 210, 2, 64
+    out, d_out = (torch.randn(T, H, 64, device=device).to(dtype) for _ in range(2))
+    lse, d_lse = (torch.randn(H, T, device=device) for _ in range(2))
+    out[:5] = out[200:] = math.nan
+    rows = preprocess.prepare(d_out, d_lse, out, lse, torch.tensor(cu, device=device), M, False)
+    delta = (d_out.float() * out.float()).sum(-1).t() - d_lse
+    delta[:, :5] = delta[:, 200:] = 0
+    torch.testing.assert_close(rows.delta, delta, atol=1e-4, rtol=1e-5)
+    stats = rows.stats.view(-1, 2, M)
+    assert torch.isinf(stats[-1, 0]).all() and (stats[-1, 1] == 0).all() and rows.counter == 0
+    for n, (a, b) in enumerate(itertools.pairwise(cu)):
+        for h in range(H):
+            tile = stats[h * rows.tiles + a // M + n :][: (b - a + M - 1) // M]
+            base2, its_delta = tile[:, 0].flatten(), tile[:, 1].flatten()
+            torch.testing.assert_close(base2[: b - a], lse[h, a:b] / math.log(2))
+            torch.testing.assert_close(its_delta[: b - a], delta[h, a:b], atol=1e-4, rtol=1e-5)
+            assert torch.isinf(base2[b - a :]).all()
+            if dtype == torch.float16 and b > a:
+                largest = d_out[a:b, h].abs().max().item() * 2.0 ** rows.exponent[n, h].item()
+                assert 4 <= largest < 8
 
 
 @pytest.mark.parametrize(

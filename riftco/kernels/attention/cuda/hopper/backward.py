@@ -126,8 +126,8 @@ def backward(
     if cu_q is not None:
         cu_q = cu_q.contiguous()
         cu_k = cu_q if cu_k is None else cu_k.contiguous()
-    if q.numel() == 0 or k.numel() == 0:
-        docs = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
+    docs = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
+    if q.numel() == 0 or k.numel() == 0 or docs == 0:
         delta = torch.zeros((*lead, H, T), dtype=torch.float32, device=q.device)
         exponent = torch.zeros((docs, H) if q.dtype == torch.float16 else 0, dtype=torch.int32, device=q.device)
         return d_q.zero_(), d_k.zero_(), d_v.zero_(), none, none, delta, exponent

@@ -212,7 +212,7 @@ def producer(
             _put(sh, n, 7, out_at)
             _put(sh, n, 8, out_length)
             _put(sh, n, 9, out_key)
-            _put(sh, n, 10, seq * H + kv_head * G)
+            _put(sh, n, 10, gl.minimum(seq, docs - 1) * H + kv_head * G)
             mbarrier.arrive(sh.ring_full.index(n % RING), count=1)
             w = _range(key, stop, q_length, k_length - q_length, scratch, G, spare, right, left, F)
             b = n % 2

@@ -70,6 +70,8 @@ def _place(pid, cu_ptr, T, H, tiles, docs, steps, M: tl.constexpr, PACKED: tl.co
         start = tl.minimum(tl.maximum(tl.load(cu_ptr + seq).to(tl.int32), 0), T)
         length = tl.maximum(tl.minimum(tl.load(cu_ptr + seq + 1).to(tl.int32), T) - start, 0)
         tile -= start // M + seq
+        length = tl.where(tile < 0, 0, length)  # before the first document
+        tile = tl.maximum(tile, 0)
     return seq, h, tile * M, start, length
 
 
@@ -179,6 +181,8 @@ def prepare(
     tiles = T // M + docs if packed else triton.cdiv(T, M)
     pad, device = descriptors.width(D), out.device
     scaled = out.dtype == torch.float16
+    if (B * H * tiles + 1) * 2 * M >= 1 << 31:
+        raise ValueError(f"the Hopper backward counts rows of heads in 32 bits: {B * H} heads of {T} rows are too many")
     lse = lse.contiguous()
     delta = torch.zeros_like(lse) if packed else torch.empty_like(lse)
     counter = torch.empty(1, dtype=torch.int32, device=device)
