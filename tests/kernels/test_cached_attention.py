@@ -385,7 +385,7 @@ def test_places_outside_the_cache_touch_no_foreign_memory():
 
 
 def test_route():
-    shape = dict(runs=1, packed=False, K=8, G=4, prefix=8192, left=None, quantized=False, processors=132)
+    shape = dict(runs=1, packed=False, K=8, G=4, prefix=8192, left=None, quantized=False, processors=132, shared=0)
     one = route.plan("fwd", torch.float16, 128, rows=1, longest=1, **shape)
     many = route.plan("fwd", torch.float16, 128, rows=64, longest=1, **{**shape, "runs": 64})
     assert (one.pieces, one.chunk) == (many.pieces, many.chunk) and one.pieces > 8 and one.chunk % one.tile.N == 0
@@ -397,7 +397,10 @@ def test_route():
     near = route.plan("fwd", torch.float16, 128, rows=1, longest=1, **{**shape, "left": 100})
     assert near.pieces <= 3
     assert route.tile("fwd", torch.float32, 512).M == 1 and route.tile("dkdv", torch.float16, 600).N == 1
-    assert arguments.processors(torch.device("cpu")) == arguments.INTERPRETED_PROCESSORS
+    large = route.tile("dq", torch.float16, 256, True, 227 << 10)
+    assert large.M > route.tile("dq", torch.float16, 256, True, 99 << 10).M
+    assert route.tile("dq", torch.float16, 256, False, 227 << 10) == route.TILES["dq"][2, 256]
+    assert arguments.of_device(torch.device("cpu"))["processors"] == arguments.INTERPRETED_PROCESSORS
     assert spec.BLOCK == 32
 
 

@@ -15,10 +15,12 @@ INTERPRETED_PROCESSORS = 4
 
 
 @functools.cache
-def processors(device: torch.device) -> int:
+def of_device(device: torch.device) -> dict[str, int]:
+    """Its processors, and the bytes of shared memory that a block may have."""
     if device.type != "cuda":
-        return INTERPRETED_PROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
+        return {"processors": INTERPRETED_PROCESSORS, "shared": 0}
+    properties: Any = torch.cuda.get_device_properties(device)
+    return {"processors": properties.multi_processor_count, "shared": properties.shared_memory_per_block_optin}
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Inputs:
         return route.plan(
             kernel, self.q.dtype, self.D, rows=len(self.q), runs=self.runs, packed=self.cu_q is not None,
             longest=self.longest, K=self.K, G=self.q.shape[1] // self.K, prefix=self.capacity, left=self.left,
-            quantized=self.k_scale is not None, processors=processors(self.q.device),
+            quantized=self.k_scale is not None, **of_device(self.q.device),
         )  # fmt: skip
 
     def places(self) -> dict[str, Any]:

@@ -105,6 +105,8 @@ def _dq_prefix(
     if QUANTIZED:
         j = first + tl.arange(0, N)
         ok = (j >= least) & (j < last)
+        if not MASK:
+            j, ok = tl.maximum(tl.minimum(j, last - 1), 0), None
         page, row = cached_at(j, ok, table, PAGED)
         k, k_scale = fetch(keys, page, row, ok, D, PAD, True)
         v, v_scale = fetch(values, page, row, ok, D, PAD, True)
@@ -115,6 +117,8 @@ def _dq_prefix(
                 see = see & (j[None, :] >= at[:, None] - left)
             j += N
             ok = j < last
+            if not MASK:  # every row of the block is there; of the one after the last, any will do
+                j, ok = tl.minimum(j, last - 1), None
             page, row = cached_at(j, ok, table, PAGED)
             k_now = dequantize(k, k_scale, q.dtype, PAD, True)
             v_now = dequantize(v, v_scale, q.dtype, PAD, True)

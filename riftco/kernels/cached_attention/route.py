@@ -9,6 +9,7 @@ import torch
 ROW_PRODUCTS = 8192  # elements that a program multiplies at once where no matrix unit serves
 DECODE_ROWS = 8  # rows of a run up to which it counts as decoding
 LEAST_CHUNK = 512  # cached rows of a piece, at least
+ENOUGH = 200 << 10  # bytes of shared memory that a block has on datacentre GPUs since Hopper
 MOST_PIECES = 64  # more pieces a row cost more to join than they gain
 
 
@@ -34,7 +35,7 @@ class Plan:
     decode: bool = False
 
 
-# (bytes of an element of q, padded head dim) -> tiles; all fit 99 KiB of shared memory
+# (bytes of an element of q, padded head dim) -> tiles; they fit 99 KiB of shared memory, "large" ones ENOUGH
 TILES = {
     "fwd": {
         (2, 64): Tile(128, 64, 4, 2), (2, 128): Tile(64, 64, 4, 2), (2, 256): Tile(64, 32, 4, 2),
@@ -51,10 +52,12 @@ TILES = {
         (2, 512): Tile(16, 16, 8, 1), (4, 64): Tile(32, 32, 4, 1), (4, 128): Tile(16, 16, 4, 1),
         (4, 256): Tile(16, 16, 8, 1),
     },
-    # over q8_0 rows, which come through registers
+    # over q8_0 rows, which come through registers and are worth decoding for more query rows at once
     "fwd q8_0": {(2, 256): Tile(64, 32, 4, 1)},
     "decode q8_0": {(2, 64): Tile(16, 64, 4, 1), (2, 128): Tile(16, 64, 4, 1), (2, 256): Tile(16, 32, 4, 1)},
     "dq q8_0": {(2, 128): Tile(64, 64, 4, 1), (2, 256): Tile(64, 32, 4, 1)},
+    "fwd q8_0 large": {(2, 128): Tile(128, 128, 8, 2), (2, 256): Tile(128, 64, 8, 1)},
+    "dq q8_0 large": {(2, 256): Tile(128, 32, 8, 1)},
     "dkdv": {
         (2, 64): Tile(64, 64, 8, 2), (2, 128): Tile(32, 64, 8, 2), (2, 256): Tile(32, 32, 8, 1),
         (2, 512): Tile(16, 16, 8, 1), (4, 64): Tile(32, 32, 8, 1), (4, 128): Tile(32, 16, 4, 1),
@@ -68,10 +71,14 @@ def padded(D: int) -> int:
     return max(32, 1 << (D - 1).bit_length())
 
 
-def tile(kernel: str, dtype: torch.dtype, D: int, quantized: bool = False) -> Tile:
+def tile(kernel: str, dtype: torch.dtype, D: int, quantized: bool = False, shared: int = 0) -> Tile:
     """Without a tile of 16 rows that fits shared memory, one row a program: slow, for any head dim."""
     shape = dtype.itemsize, max(64, padded(D))
-    found = TILES.get(f"{kernel} q8_0", {}).get(shape) if quantized else None
+    found = None
+    if quantized and shared >= ENOUGH:
+        found = TILES.get(f"{kernel} q8_0 large", {}).get(shape)
+    if quantized and found is None:
+        found = TILES.get(f"{kernel} q8_0", {}).get(shape)
     found = found or TILES[kernel].get(shape)
     block = max(1, ROW_PRODUCTS // padded(D))
     return found or (Tile(block, 1, 4, 1) if kernel == "dkdv" else Tile(1, block, 4, 1))
@@ -80,18 +87,19 @@ def tile(kernel: str, dtype: torch.dtype, D: int, quantized: bool = False) -> Ti
 def plan(
     kernel: str, dtype: torch.dtype, D: int, *, rows: int, runs: int, packed: bool, longest: int, K: int, G: int,
     prefix: int, left: int | None, quantized: bool, processors: int,
+    shared: int,
 ) -> Plan:  # fmt: skip
     """How a forward ("fwd") or dQ ("dq") launch is cut.
 
     Args:
         rows: query rows of all runs. packed: run lengths are on the device; longest: what the host knows of them.
         prefix: the most cached rows that a run can have.
-        processors: streaming multiprocessors of the GPU.
+        processors, shared: streaming multiprocessors of the GPU, and bytes of shared memory that a block may have.
 
     Decoding is cut without regard to the number of runs, so that a row's result does not depend on it.
     """
     decode = kernel == "fwd" and longest <= DECODE_ROWS
-    cut = tile("decode" if decode else kernel, dtype, D, quantized)
+    cut = tile("decode" if decode else kernel, dtype, D, quantized, shared)
     if decode and cut.M == 16 and longest * G > 16:
         cut = Tile(min(64, 1 << (longest * G - 1).bit_length()), cut.N, cut.warps, cut.stages)
     n_tiles = -(-rows * G // cut.M) + runs + 1 if packed else runs * -(-(rows // max(runs, 1)) * G // cut.M)

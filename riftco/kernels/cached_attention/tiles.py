@@ -91,10 +91,13 @@ def store_heads(ptr, row, ok, value, D: tl.constexpr, PAD: tl.constexpr):
 
 @triton.jit
 def cached_at(j, ok, table, PAGED: tl.constexpr):
-    """(page, row in it) of cached positions j of a slot. `table` is (pointer to the slot's pages, rows of a page,
-    pages). Without pages the slot is the page, already in the pointers."""
+    """(page, row in it) of cached positions j of a slot; ok None means all are there. `table` is (pointer to the slot's
+    pages, rows of a page, pages). Without pages the slot is the page, already in the pointers."""
     if PAGED:
-        page = tl.load(table[0] + j // table[1], mask=ok, other=0).to(tl.int64)
+        if ok is None:
+            page = tl.load(table[0] + j // table[1]).to(tl.int64)
+        else:
+            page = tl.load(table[0] + j // table[1], mask=ok, other=0).to(tl.int64)
         page = tl.minimum(tl.maximum(page, 0), table[2] - 1)
         row = j % table[1]
     else:
@@ -104,23 +107,35 @@ def cached_at(j, ok, table, PAGED: tl.constexpr):
 
 
 @triton.jit
+def _load(ptr, ok, within, WHOLE: tl.constexpr):
+    """0 where not ok (None: all are) or not within the columns (WHOLE: all are)."""
+    if ok is None:
+        if WHOLE:
+            value = tl.load(ptr)
+        else:
+            value = tl.load(ptr, mask=within[None, :], other=0)
+    elif WHOLE:
+        value = tl.load(ptr, mask=ok[:, None], other=0)
+    else:
+        value = tl.load(ptr, mask=ok[:, None] & within[None, :], other=0)
+    return value
+
+
+@triton.jit
 def fetch(of, page, row, ok, D: tl.constexpr, PAD: tl.constexpr, QUANTIZED: tl.constexpr):
     """Cached rows as they are stored, and the scales of their blocks; 0 where not ok. Codes come as words of four
     [len(row), PAD / 4]. `of` is (pointer to rows, page and row strides, pointer to scales, page and row strides)."""
     at = page * of[1] + row.to(tl.int64) * of[2]
     if QUANTIZED:
         col = tl.arange(0, PAD // 4)
-        mask = ok[:, None] if D == PAD else ok[:, None] & (col * 4 < D)[None, :]
         words = of[0].to(tl.pointer_type(tl.int32), bitcast=True) + (at // 4)[:, None]
-        rows = tl.load(words + col[None, :], mask=mask, other=0)
+        rows = _load(words + col[None, :], ok, col * 4 < D, D == PAD)
         block = tl.arange(0, PAD // 32)
         scale_at = page * of[4] + row.to(tl.int64) * of[5]
-        scale_mask = ok[:, None] if D == PAD else ok[:, None] & (block * 32 < D)[None, :]
-        scale = tl.load(of[3] + scale_at[:, None] + block[None, :], mask=scale_mask, other=0.0)
+        scale = _load(of[3] + scale_at[:, None] + block[None, :], ok, block * 32 < D, D == PAD)
     else:
         col = tl.arange(0, PAD)
-        mask = ok[:, None] if D == PAD else ok[:, None] & (col < D)[None, :]
-        rows = tl.load(of[0] + at[:, None] + col[None, :], mask=mask, other=0)
+        rows = _load(of[0] + at[:, None] + col[None, :], ok, col < D, D == PAD)
         scale = 1.0
     return rows, scale
 
