@@ -8,7 +8,7 @@ from torch import Tensor
 
 ROW_PRODUCTS = 8192  # elements that a program of the rows route multiplies at once: 64 registers a thread
 LEAST_SHARED = 99 << 10  # bytes of shared memory a block that every GPU since Ampere has
-HOPPER_SHARED = 227 << 10  # and those of a data centre since Hopper
+HOPPER_SHARED = 227 << 10
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,12 @@ class Route:
     tiles: Tiles
 
 
-# (shared memory, bytes of an element, padded head dim) -> tiles; the first that a GPU has room for
+# (shared memory, bytes of an element, padded head dim) -> tiles; the largest that a GPU has room for. Hopper's are the
+# fastest measured on one; the least are those of their size that spill few registers on Ampere
 TILES = {
-    (LEAST_SHARED, 2, 64): Tiles((128, 64, 4, 2), (64, 64, 8, 2), (64, 64, 4, 2)),
-    (LEAST_SHARED, 2, 128): Tiles((64, 64, 4, 2), (32, 64, 8, 2), (64, 32, 4, 2)),
-    (LEAST_SHARED, 2, 256): Tiles((64, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
+    (LEAST_SHARED, 2, 64): Tiles((128, 64, 4, 2), (32, 128, 8, 2), (64, 64, 4, 2)),
+    (LEAST_SHARED, 2, 128): Tiles((128, 64, 8, 2), (32, 64, 8, 2), (64, 32, 4, 2)),
+    (LEAST_SHARED, 2, 256): Tiles((64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 2)),
     (LEAST_SHARED, 2, 512): Tiles((16, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
     (HOPPER_SHARED, 2, 64): Tiles((128, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 3)),
     (HOPPER_SHARED, 2, 128): Tiles((128, 128, 8, 3), (32, 64, 4, 3), (128, 64, 8, 3)),
@@ -139,7 +140,8 @@ def descriptors_take(t: Tensor) -> bool:
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes a block may have; the least where Triton's interpreter runs on a CPU."""
-    if device.type != "cuda":
+    """Bytes that a block's tiles may fill; the least where Triton's interpreter runs on a CPU, and on GPUs for which no
+    larger tiles were compiled: how many bytes the same tiles take differs between generations."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return LEAST_SHARED
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
