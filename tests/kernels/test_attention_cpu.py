@@ -1,5 +1,8 @@
 """Attention on the CPU: every option against the spec, the memory it takes, the keys that it does not visit."""
 
+import threading
+from unittest import mock
+
 import pytest
 import support
 import torch
@@ -7,7 +10,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from riftco.functional import attention
-from riftco.kernels.attention import cases, cpu, cpu_blocks, philox
+from riftco.kernels._check import inputs_of
+from riftco.kernels.attention import cases, cpu, cpu_blocks, cpu_products, philox
 
 CPU = support.DEVICES[0]
 MODULE = "riftco.kernels.attention.cpu"
@@ -27,6 +31,15 @@ class Watch(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.largest = self.products = 0
+
+    def __enter__(self):
+        self.threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # a mode sees one thread only
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.set_num_threads(self.threads)
+        return super().__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -67,10 +80,71 @@ def test_no_option_takes_a_matrix_of_all_scores(shape):
     assert grads[3].shape == shape
 
 
+@pytest.fixture
+def threads(monkeypatch):
+    """Two threads, each with a group of heads by itself."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    monkeypatch.setattr(cpu_blocks, "THREADED", 0)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", ["sinks", "bias", "bias for all heads, -inf in it", "dropout", "key lengths"])
+def test_threads(threads, name):
+    case = next(c for c in cases.CASES + cases.OPTION_CASES if c.name == name)
+    workers = set()
+    real = cpu_blocks.Heads.load
+
+    def load(self, *args):
+        workers.add(threading.get_ident())
+        assert not torch.is_grad_enabled() or threading.get_ident() == threading.main_thread().ident
+        return real(self, *args)
+
+    with mock.patch.object(cpu_blocks.Heads, "load", load):
+        support.check_case(cases, case, torch.float32, CPU)
+        with torch.inference_mode():
+            cases.call(inputs_of(cases, case, torch.float32), case)
+    assert workers - {threading.main_thread().ident}
+    assert torch.get_num_threads() == 2
+
+
+def test_an_error_in_a_thread_is_the_callers(threads):
+    q, k, v = qkv(5, 6, H=4, K=4)
+    with mock.patch.object(cpu_blocks.Heads, "load", side_effect=ZeroDivisionError), pytest.raises(ZeroDivisionError):
+        attention(q, k, v)
+
+
+@pytest.mark.parametrize("D,K", [(64, 2), (256, 1)])
+def test_bfloat16_products_are_float32_sums(D, K):
+    """Where the CPU multiplies bfloat16: out, lse and gradients beside float32 products of the same inputs."""
+    q, k, v = (t.bfloat16() for t in qkv(120, 700, H=4, K=K, D=D))
+    if not isinstance(cpu_products.products(q.dtype, 1 << 30), cpu_products.Bfloat16):
+        pytest.skip("this CPU has no bfloat16 products")
+    runs = []
+    for force in (cpu_products.Bfloat16, cpu_products.Float32):
+        with mock.patch.object(cpu, "products", lambda *_, force=force: force()):
+            _, grads = watched(q, k, v, right=0)
+            runs.append((*cpu.forward(q, k, v, *(None,) * 8, 0, 0.0, 0.0), *grads[:3]))
+    want = outcome(*(t.double() for t in (q, k, v)))
+    for (fast, exact), truth in zip(zip(*runs), want):
+        a, b = (((t.double() - truth).square().sum() / truth.square().sum()).item() for t in (fast, exact))
+        assert a < 1e-5 and a < 4 * b + 1e-12, (a, b)
+    a, b = torch.randn(2, 100, 300).bfloat16(), torch.randn(2, 300, 80).bfloat16()
+    error = cpu_products.Bfloat16().product(a, b, "x").double() - a.double() @ b.double()
+    assert error.abs().max() < 2**-15 * 300**0.5 * 3
+
+
+def outcome(q, k, v):
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out, lse = attention(*leaves, causal=True, return_lse=True)
+    return out.detach(), lse.detach(), *torch.autograd.grad(out.sum(), leaves)
+
+
 def test_keys_outside_the_window_are_not_visited():
     tensors = qkv(2000, 2000)
     full = watched(*tensors, right=0)[0].products
-    assert watched(*tensors, left=63, right=0)[0].products < full / 6  # a tile of 64 rows sees 127 keys, not 1000
+    assert watched(*tensors, left=63, right=0)[0].products < full / 5  # a tile of 96 rows sees 159 keys, not 1000
     assert watched(*tensors, left=1999, right=0)[0].products == full
 
 
@@ -111,15 +185,15 @@ def test_dropout_is_a_function_of_the_key_not_of_the_block():
     "old,new,case",
     [
         ("total = total.mul_(shrink).add_", "total = total.add_", "sinks"),
-        ("acc = torch.baddbmm(acc.mul_(shrink)", "acc = torch.baddbmm(acc", "sinks"),
+        ("use.add(acc.mul_(shrink)", "use.add(acc", "sinks"),
         ("sink.clamp_min(LOWEST), (sink > -torch.inf)", "sink.clamp_min(LOWEST), (sink > torch.inf)", "sinks"),
         ("(total * (1 - dropout_p))", "total", "dropout"),
-        (".mul_(kept).add_(minus_delta)", ".add_(minus_delta)", "dropout"),
-        ("(p if kept is None else p * kept)", "p", "packed, dropout"),
+        ("d_s.mul_(kept)).add_(minus_delta)", "d_s).add_(minus_delta)", "dropout"),
+        ("p if kept is None else p * kept", "p", "packed, dropout"),
         ("square_().neg_().add_(1.0)", "neg_().add_(1.0)", "softcap"),
         ("to += heads", "to -= heads", "bias for all heads, -inf in it"),
-        ("(t if mine.start >= 0 else None for", "(t if mine.start > 0 else None for", "gradients of the last keys"),
-        ("g, values[:, cols].mT).mul_(p)", "g, values[:, cols].mT).mul_(p).neg_()", "window"),
+        ("if t and cols.start >= start else", "if t and cols.start > start else", "gradients of the last keys"),
+        ("use.add(wanted_k, d_s.mT, x)", "use.add(wanted_k, p.mT, x)", "window"),
         ("masked_fill_(~part, -torch.inf)", "masked_fill_(part, -torch.inf)", "mask"),
         ("block.hidden[:, None, None]", "block.hidden[:1, None, None]", "key lengths"),
     ],

@@ -3,7 +3,9 @@
 B, T, S, H, K, D as in spec.py, G = H // K. N is a number of (sequence, key head) pairs.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -11,16 +13,30 @@ from torch import Tensor
 
 from . import philox, spec
 
-SCORES = 1 << 20  # elements of a block of scores: smaller ones cost threads more meetings, larger ones leave the cache
-KEYS = 512
+SCORES = 1 << 19  # elements of a block of scores: smaller ones cost threads more meetings, larger ones leave the cache
+KEYS = 256  # of a tile
+EVEN, UNEVEN = 256, 96  # most rows of a tile; with a window it wastes half its height of keys
+THREADED = 1 << 27  # multiplications of a product above which groups of heads are worth a thread each
 
 
 @dataclass(frozen=True)
 class Block:
-    """Some keys of a tile of rows. `hidden` [rows, keys] (with k_lens [b, rows, keys]): which a row does not see."""
+    """Some keys of a tile of rows: the part `inside` of tile `n` of keys, `cols` of all.
 
+    hidden [rows, keys] (with k_lens [b, rows, keys]): which a row does not see.
+    """
+
+    n: int
+    inside: slice
     cols: slice
     hidden: Tensor | None
+
+    def of(self, tiles: list[Tensor]) -> Tensor:
+        tile = tiles[self.n]
+        if self.inside.stop - self.inside.start == tile.shape[1]:
+            return tile
+        # one pair's part is contiguous, and oneDNN copies what its strides do not show to be
+        return tile[0, self.inside].unsqueeze(0) if len(tile) == 1 else tile[:, self.inside]
 
 
 class Heads:
@@ -37,8 +53,8 @@ class Heads:
         t = t if t.dim() == 4 else t.unsqueeze(0)
         return t[self.b, rows].unflatten(2, (self.K, -1))[:, :, self.k].movedim(1, 3)
 
-    def load(self, t: Tensor, rows: slice) -> Tensor:
-        return self._pick(t, rows).to(torch.float32).flatten(0, 1).flatten(1, 2)
+    def load(self, t: Tensor, rows: slice, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self._pick(t, rows).to(dtype).flatten(0, 1).flatten(1, 2)
 
     def store(self, t: Tensor, rows: slice, value: Tensor) -> None:
         to = self._pick(t, rows)
@@ -55,16 +71,17 @@ class Heads:
     def _rows_first(t: Tensor) -> Tensor:
         return t.transpose(-1, -2).unsqueeze(-1)
 
-    def keys(self, t: Tensor, k_lens: Tensor | None) -> Tensor:
-        """[B, S, K, D] or [total, K, D] -> [N, S, D]; keys that do not exist become 0, whatever they hold."""
-        picked = self._pick(t, slice(None)).squeeze(2)
-        if k_lens is not None:
-            beyond = torch.arange(t.shape[-3]) >= k_lens[self.b].view(-1, 1, 1)
-            picked = picked.masked_fill(beyond.unsqueeze(-1), 0.0)
-        return picked.to(torch.float32).flatten(0, 1)
-
-    def store_keys(self, t: Tensor, value: Tensor) -> None:
-        self.store(t, slice(None), value)
+    def tiles(self, t: Tensor, bounds: list[slice], k_lens: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
+        """[B, S, K, D] or [total, K, D] -> [N, keys, D] each; keys that do not exist become 0, whatever they hold."""
+        tiles = []
+        for cols in bounds:
+            tile = self._pick(t, cols).squeeze(2)
+            if k_lens is not None:
+                beyond = torch.arange(cols.start, cols.stop) >= k_lens[self.b].view(-1, 1, 1)
+                tile = tile.masked_fill(beyond.unsqueeze(-1), 0.0)
+            tile = tile.to(dtype).flatten(0, 1)
+            tiles.append(tile if dtype == torch.float32 else tile.contiguous())
+        return tiles
 
     def per_row(self, sinks: Tensor, rows: slice) -> Tensor:
         """[H] -> [N, G x rows, 1]."""
@@ -101,17 +118,22 @@ class Tiling:
 
     def __init__(self, q: Tensor, k: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, k_lens: Tensor | None,
                  left: int | None, right: int | None, cut: int = 0):  # fmt: skip
-        """No block has keys on both sides of `cut`."""
+        """bounds: the tiles of keys; none has keys on both sides of `cut`."""
         (T, H), (S, K) = q.shape[-3:-1], k.shape[-3:-1]
-        self.B, self.K, self.G, self.cut = q.shape[0] if q.dim() == 4 else 1, K, H // K, cut
+        self.B, self.K, self.G = q.shape[0] if q.dim() == 4 else 1, K, H // K
         self.lo, self.hi = spec.key_range(T, S, cu_q, cu_k, k_lens, left, right, q.device)
         self.first, self.last = (0, T) if cu_q is None else (max(int(cu_q[0]), 0), min(int(cu_q[-1]), T))
+        edges = sorted({*range(0, S, KEYS), cut, S})
+        self.bounds = [slice(a, b) for a, b in itertools.pairwise(edges)]
         width = min(KEYS, max(S, 1))
-        pairs = max(1, SCORES // (max(self.G, 1) * 64 * width))  # (batch, key head) pairs in one batched matmul
+        most = UNEVEN if left is not None or right is not None else EVEN
+        self.terms = self.B * H * T * S * q.shape[-1]
+        pairs = max(1, SCORES // (max(self.G, 1) * min(most, max(T, 1)) * width))  # in one batched matmul
+        if self.terms > THREADED:
+            pairs = min(pairs, max(1, self.B * K // torch.get_num_threads()))
         self.pairs_b, self.pairs_k = min(max(1, pairs // K), max(self.B, 1)), min(pairs, K)
         height = SCORES // (self.pairs_b * self.pairs_k * max(self.G, 1) * width)
-        uneven = left is not None or right is not None  # such a tile wastes half its height of keys
-        self.height = min(64 if uneven else 256, max(16, height))
+        self.height = min(most, max(16, height))
 
     def heads(self) -> Iterator[Heads]:
         for b in range(0, self.B if self.G else 0, self.pairs_b):
@@ -132,13 +154,35 @@ class Tiling:
         if not bool(some.any()):
             return
         start, stop, inner_start, inner_stop = int(lo[some].min()), int(hi.max()), int(lo.max()), int(hi.min())
-        j = start
-        while j < stop:
-            end = min(j + KEYS, stop)
-            end = self.cut if j < self.cut < end else end
+        for n, tile in enumerate(self.bounds):
+            cols = slice(max(tile.start, start), min(tile.stop, stop))
+            if cols.start >= cols.stop:
+                continue
             hidden = None
-            if j < inner_start or end > inner_stop:
-                col = torch.arange(j, end)
+            if cols.start < inner_start or cols.stop > inner_stop:
+                col = torch.arange(cols.start, cols.stop)
                 hidden = (col < lo.unsqueeze(-1)) | (col >= hi.unsqueeze(-1))
-            yield Block(slice(j, end), hidden)
-            j = end
+            yield Block(n, slice(cols.start - tile.start, cols.stop - tile.start), cols, hidden)
+
+
+def each(groups: Iterable[Heads], run: Callable[[Heads], None], alone: bool = False) -> None:
+    """`run` every group, in as many threads as PyTorch would use inside each operation, unless `alone`.
+
+    A thread that works through a group by itself waits for nobody; operations shared among threads wait at each end.
+    """
+    groups = list(groups)
+    threads = min(torch.get_num_threads(), len(groups))
+    if alone or threads <= 1:
+        for heads in groups:
+            run(heads)
+        return
+    inference = torch.is_inference_mode_enabled()
+
+    def one(heads: Heads) -> None:
+        torch.set_num_threads(1)  # of this thread
+        with torch.inference_mode(inference), torch.no_grad():
+            run(heads)
+
+    with ThreadPoolExecutor(threads) as pool:  # made anew: threads do not survive a fork
+        for _ in pool.map(one, groups):
+            pass
