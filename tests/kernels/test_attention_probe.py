@@ -62,7 +62,7 @@ def test_a_kernel_that_fails_is_composed_by_name(broken):
 
 
 def test_a_kernel_that_is_wrong_is_composed_by_name():
-    with support.mutant("riftco.kernels.attention.cpu", "d_s.mT, x).mul_(scale)", "d_s.mT, x)"):
+    with support.mutant("riftco.kernels.attention.cpu", "((d_k, sum_k, rest), ", "((d_k, sum_k, 0.9), "):
         choice = probe.pick(["cpu"], *SHAPE)
     assert choice.path == "composed" and choice.why.startswith("cpu: its dk is off by an NMSE of "), choice
 
@@ -87,7 +87,7 @@ def test_native_and_composed_are_equal(monkeypatch):
     assert any(not torch.equal(a, b) for a, b in zip(first, second))  # they are two implementations
 
 
-@pytest.mark.parametrize("case", cases.CASES + cases.OPTION_CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", cases.CASES, ids=lambda c: c.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_composed_is_within_the_budget(case, dtype, monkeypatch):
     monkeypatch.setattr(probe, "_why_not", lambda *shape: "asked for")

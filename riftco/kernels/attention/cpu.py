@@ -32,14 +32,14 @@ def forward(
         keys = heads.tiles(k, tiling.bounds, k_lens, torch.float32)  # lse is float32, so are the scores under it
         values = heads.tiles(v, tiling.bounds, k_lens, use.dtype)
         for rows in tiling.rows():
-            x = heads.load(q, rows)
+            x = heads.load(q, rows) * softmax_scale
             acc, m = lse.new_zeros((*x.shape[:2], v.shape[-1])), lse.new_full((*x.shape[:2], 1), LOWEST)
             total = torch.zeros_like(m)
             if sinks is not None:  # one more score, without a value
                 sink = heads.per_row(sinks, rows)
                 m, total = sink.clamp_min(LOWEST), (sink > -torch.inf).to(torch.float32)
             for block in tiling.blocks(heads, rows):
-                s = _capped(exact.product(x, block.of(keys).mT, "s").mul_(softmax_scale), softcap)
+                s = _capped(exact.product(x, block.of(keys).mT, "s"), softcap)
                 s = _masked(s, heads, rows, block, bias)
                 m_new = torch.maximum(m, s.amax(-1, keepdim=True))
                 p = s.sub_(m_new).mul_(LOG2E).exp2_()
@@ -75,6 +75,7 @@ def backward(
 
     def group(heads: Heads) -> None:
         use = products(q.dtype, tiling.terms)
+        rest = 1.0 if use.dtype == torch.float32 else softmax_scale  # of the scale, where q would be rounded by it
         keys, values = (heads.tiles(t, tiling.bounds, k_lens, use.dtype) for t in (k, v))
         sum_k, sum_v = (
             [lse.new_zeros(t.shape if cols.start >= start else 0) for t, cols in zip(tiles, tiling.bounds)]
@@ -82,6 +83,7 @@ def backward(
         )
         for rows in tiling.rows():
             x, g = heads.load(q, rows, use.dtype), heads.load(d_out, rows, use.dtype)
+            x = x * softmax_scale if rest == 1.0 else x
             minus_lse = heads.load_rows(lse, rows).neg()
             live = minus_lse != torch.inf
             minus_lse.masked_fill_(~live, 0.0)  # a row without keys: its mask alone makes p 0
@@ -96,7 +98,8 @@ def backward(
                 only_v = sum_q is None and wanted_k is None and d_bias is None
                 if only_v and wanted_v is None:
                     continue
-                s = capped = _capped(use.product(x, block.of(keys).mT, "s").mul_(softmax_scale), softcap)
+                s = use.product(x, block.of(keys).mT, "s")
+                s = capped = _capped(s if rest == 1.0 else s.mul_(rest), softcap)
                 s = s + minus_lse if softcap else s.add_(minus_lse)
                 p = _masked(s, heads, rows, block, bias).mul_(LOG2E).exp2_()
                 kept = None if seed is None else heads.kept(seed, rows, cols, dropout_p).float().div_(1 - dropout_p)
@@ -118,10 +121,12 @@ def backward(
                     use.add(wanted_k, d_s.mT, x)
             if sum_q is not None:
                 heads.store(d_q, rows, sum_q.mul_(softmax_scale))
-        for to, tiles, factor in ((d_k, sum_k, softmax_scale), (d_v, sum_v, 1.0)):
+        for to, tiles, factor in ((d_k, sum_k, rest), (d_v, sum_v, 1.0)):
             for tile, cols in zip(tiles, tiling.bounds):
                 if cols.start >= start:
-                    heads.store(to, slice(cols.start - start, cols.stop - start), tile.mul_(factor))
+                    heads.store(
+                        to, slice(cols.start - start, cols.stop - start), tile if factor == 1.0 else tile.mul_(factor)
+                    )
 
     each(tiling.heads(), group, alone=d_bias is not None)  # the groups of heads may share a bias
     d_sinks = spec.sink_gradient(sinks, lse, delta) if sinks is not None and need_sinks else q.new_empty(0)

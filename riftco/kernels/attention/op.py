@@ -174,8 +174,9 @@ def attention(
 
     Under autocast q, k, v are cast to its dtype, as PyTorch does.
     Devices: cpu (blocked), cuda (Triton; Gluon on Hopper), mps and xla (composed of PyTorch's operations, in tiles).
-    Numerics: float32 accumulation and softmax; P and dS are rounded once to 16 bit on CUDA for 16-bit inputs; in
-    float16 dO is brought into range by a power of two a document and head, undone exactly.
+    Numerics: float32 accumulation and softmax; P and dS are rounded once to 16 bit on CUDA for 16-bit inputs, and for
+    bfloat16 on CPUs that multiply it; in float16 dO is brought into range by a power of two a document and head, undone
+    exactly.
     Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2; Milakov & Gimelshein 2018 for the online softmax.
     """
     q, k, v = autocast(q, k, v)
