@@ -195,6 +195,10 @@ def test_module():
 def test_errors():
     cache, (q, k, v), _ = example()
     slots, positions, cu = ints([1, 0]), ints([5, 0]), ints([0, 2, 6])
+
+    def with_layer(**change):
+        return Cache((dataclasses.replace(cache.layers[0], **change),), cache.block_table)
+
     good = dict(q=q, k_new=k, v_new=v, cache=cache, layer=0, slots=slots, positions=positions)
     for change, text in [
         ({"q": q[:, 0]}, r"q must be \[T, H, D\]"),
@@ -212,7 +216,9 @@ def test_errors():
         ({"sinks": torch.zeros(3)}, r"sinks must be float32 \[4\]"),
         ({"impl": "fast"}, "'fast'"),
         ({"slots": slots.to("meta")}, "slots on meta"),
-        ({"cache": Cache((dataclasses.replace(cache.layers[0], k_scale=None),), cache.block_table)}, "int8 cache"),
+        ({"cache": with_layer(k_scale=None)}, "int8 cache"),
+        ({"cache": with_layer(v_scale=parts(cache)[3].repeat(1, 1, 1, 2))}, "a scale for each 32"),
+        ({"cache": with_layer(k=torch.zeros(4, 4, 2, 33, dtype=torch.int8)[..., :32])}, "multiples of 4"),
     ]:
         with pytest.raises(ValueError, match=text):
             attention_with_cache(**{**good, **change})

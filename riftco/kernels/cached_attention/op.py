@@ -188,6 +188,16 @@ def _check(q, k, v, rows, slots, positions, cu_q, cu_k, window, softcap, sinks, 
         raise ValueError(f"{name}: the cache's head dim must be contiguous")
     if (k_cache.dtype == torch.int8) != (k_scale is not None) or (k_scale is None) != (v_scale is None):
         raise ValueError(f"{name}: an int8 cache has k_scale and v_scale, others have neither; got {k_cache.dtype}")
+    for rows_at, scale in ((k_cache, k_scale), (v_cache, v_scale)):
+        if scale is None:
+            continue
+        if rows_at.shape[3] % spec.BLOCK or scale.shape != (*rows_at.shape[:3], rows_at.shape[3] // spec.BLOCK):
+            raise ValueError(
+                f"{name}: a q8_0 cache {tuple(rows_at.shape)} has a scale for each {spec.BLOCK} values of D; "
+                f"got scales {tuple(scale.shape)}"
+            )
+        if scale.stride(-1) != 1 or any(s % 4 for s in rows_at.stride()[:3]):
+            raise ValueError(f"{name}: q8_0 rows must start at multiples of 4 bytes, their scales be contiguous")
     for at, t in (("slots", slots), ("positions", positions)):
         if t.dim() != 1 or t.dtype not in (torch.int32, torch.int64) or len(t) != len(slots):
             raise ValueError(f"{name}: {at} must be int32 or int64 [runs]; got {t.dtype} {tuple(t.shape)}")
