@@ -93,7 +93,8 @@ def graphed(function: Callable[[], object]) -> Callable[[], None]:
 
 
 def peak_bytes(function: Callable[[], object], device: str) -> int:
-    """The most bytes that torch's allocator held at once during a call, above what it held before."""
+    """The most bytes that torch's allocator held at once during a call, above what it held before; on a CPU with one
+    thread, as the profiler sees no other."""
     if device == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -101,8 +102,13 @@ def peak_bytes(function: Callable[[], object], device: str) -> int:
         function()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        function()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            function()
+    finally:
+        torch.set_num_threads(threads)
     events = profile.profiler.kineto_results.events()
     live = most = 0
     for _, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):

@@ -1,5 +1,7 @@
 """Attention on the CPU: every option against the spec, the memory it takes, the keys that it does not visit."""
 
+import os
+import signal
 import threading
 from unittest import mock
 
@@ -121,7 +123,21 @@ def test_threads(threads, name):
         with torch.inference_mode():
             cases.call(inputs_of(cases, case, torch.float32), case)
     assert workers - {threading.main_thread().ident}
-    assert torch.get_num_threads() == 2
+    seen = [torch.get_num_threads()]
+    other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    other.start()
+    other.join()
+    assert seen == [2, 2]  # PyTorch's own setting is as it was, for new threads too
+
+
+def test_threads_after_a_fork(threads):
+    q, k, v = qkv(40, 40, H=4, K=4)
+    want = attention(q, k, v)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        os._exit(0 if torch.equal(attention(q, k, v), want) else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_an_error_in_a_thread_is_the_callers(threads):

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from . import spec
-from .cpu_blocks import Block, Heads, Tiling, each
+from .cpu_blocks import Block, Heads, Tiling
 from .cpu_products import Float32, products
+from .cpu_threads import each
 
 LOG2E = math.log2(math.e)
 LOWEST = torch.finfo(torch.float32).min  # of a maximum: -inf - LOWEST stays -inf

@@ -4,8 +4,7 @@ B, T, S, H, K, D as in spec.py, G = H // K. N is a number of (sequence, key head
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -163,26 +162,3 @@ class Tiling:
                 col = torch.arange(cols.start, cols.stop)
                 hidden = (col < lo.unsqueeze(-1)) | (col >= hi.unsqueeze(-1))
             yield Block(n, slice(cols.start - tile.start, cols.stop - tile.start), cols, hidden)
-
-
-def each(groups: Iterable[Heads], run: Callable[[Heads], None], alone: bool = False) -> None:
-    """`run` every group, in as many threads as PyTorch would use inside each operation, unless `alone`.
-
-    A thread that works through a group by itself waits for nobody; operations shared among threads wait at each end.
-    """
-    groups = list(groups)
-    threads = min(torch.get_num_threads(), len(groups))
-    if alone or threads <= 1:
-        for heads in groups:
-            run(heads)
-        return
-    inference = torch.is_inference_mode_enabled()
-
-    def one(heads: Heads) -> None:
-        torch.set_num_threads(1)  # of this thread
-        with torch.inference_mode(inference), torch.no_grad():
-            run(heads)
-
-    with ThreadPoolExecutor(threads) as pool:  # made anew: threads do not survive a fork
-        for _ in pool.map(one, groups):
-            pass
