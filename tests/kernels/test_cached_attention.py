@@ -126,6 +126,8 @@ SHAPES = [  # D, H, K, window, rows
 def test_nmse(device, cached, D, H, K, window, rows):
     """Against float64 at dO ~ 1e-3, for inputs of float16 (float32 where the cache is)."""
     dtype, on = torch.float32 if cached == "float32" else torch.float16, device.torch_device
+    if device.name == "cpu-triton" and window == 2048:
+        H, K = H // K, 1  # one group: the interpreter takes minutes for four
     cache = filled(1, window, K, D, cached, device=on)
     q, k, v = new_rows(rows, rows, H, K, D, dtype, on)
     d_out = (torch.randn(rows, H, D) * 1e-3).to(q)
