@@ -44,43 +44,6 @@ def capped(x, cap):
 
 
 @gluon.jit
-def _polynomial_exp2(x):
-    """2^x for x <= 0 to 7.5e-5 (P is rounded to 16 bits), on the multiply-add pipe; below -126 that of -126.
-
-    x = n + f, |f| <= 1/2: adding 1.5 * 2^23 leaves n in the low bits, which go to the exponent of 2^f.
-    """
-    x = gl.maximum(x, -126.0)
-    y = x + 12582912.0
-    f = x - (y - 12582912.0)
-    r = ((0.055171669 * f + 0.24261113) * f + 0.69326099) * f + 0.99992807
-    return (r.to(gl.int32, bitcast=True) + (y.to(gl.int32, bitcast=True) << 23)).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _halves(x, N: gl.constexpr):
-    """[ROWS, N] -> its left and right columns, in the registers where they are."""
-    return gl.split(gl.permute(gl.reshape(x, [ROWS, 2, N // 2]), (0, 2, 1)))
-
-
-@gluon.jit
-def _whole(a, b, N: gl.constexpr):
-    both = gl.join(a, gl.convert_layout(b, a.type.layout, assert_trivial=True))
-    return gl.reshape(gl.permute(both, (0, 2, 1)), [ROWS, N])
-
-
-@gluon.jit
-def _exp2(x, V: gl.constexpr):
-    """2^x for x <= 0, a quarter of the columns without the special-function unit where the tiles say so."""
-    BN: gl.constexpr = V.value.tiles.BN
-    if not V.value.tiles.POLYNOMIAL:
-        return gl.exp2(x)
-    left, right = _halves(x, BN)
-    third, fourth = _halves(right, BN // 2)
-    e = _whole(gl.exp2(left), _whole(gl.exp2(third), _polynomial_exp2(fourth), BN // 2), BN)
-    return gl.convert_layout(e, x.type.layout, assert_trivial=True)
-
-
-@gluon.jit
 def _larger(a, b):
     return gl.maximum(a, b, propagate_nan=NAN_WINS)
 
@@ -100,7 +63,7 @@ def softmax(s, m, scale, cap, low, high, col0, MASK: gl.constexpr, V: gl.constex
         if V.value.LEFT:
             seen = seen & (cols[None, :] >= (low - col0)[:, None])
         s = gl.where(seen, s, float("-inf"))
-    m_new = _larger(m, gl.reduce(s, 1, _larger))  # a NaN in a row must reach all of it: the polynomial drops it
+    m_new = _larger(m, gl.reduce(s, 1, _larger))  # a NaN in a row must reach all of it
     if V.value.CAP:
         x = s - m_new[:, None]
         alpha = gl.exp2(m - m_new)
@@ -108,8 +71,4 @@ def softmax(s, m, scale, cap, low, high, col0, MASK: gl.constexpr, V: gl.constex
         scaled = m_new * scale
         x = s * scale - scaled[:, None]
         alpha = gl.exp2(m * scale - scaled)
-    if MASK:
-        e = gl.exp2(x)  # exactly 0 where masked
-    else:
-        e = _exp2(x, V)
-    return e, m_new, alpha
+    return gl.exp2(x), m_new, alpha

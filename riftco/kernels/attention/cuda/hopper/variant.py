@@ -15,7 +15,6 @@ class Tiles:
     REGISTERS: int
     TURNS: bool  # the warpgroups hand the tensor cores on once S is done
     STAGED: bool  # O leaves through a buffer of its own, so that the next Q is loaded meanwhile
-    POLYNOMIAL: bool  # a quarter of the exponentials is computed on the multiply-add pipe
 
     @property
     def BM(self) -> int:
@@ -38,9 +37,9 @@ class Variant:
 
 # padded head dim -> tiles
 TILES = {
-    64: Tiles(BN=128, STAGES=4, WG=2, REGISTERS=240, TURNS=True, STAGED=True, POLYNOMIAL=True),
-    128: Tiles(BN=128, STAGES=2, WG=2, REGISTERS=240, TURNS=False, STAGED=True, POLYNOMIAL=False),
-    256: Tiles(BN=64, STAGES=2, WG=2, REGISTERS=240, TURNS=False, STAGED=False, POLYNOMIAL=False),
+    64: Tiles(BN=128, STAGES=4, WG=2, REGISTERS=240, TURNS=True, STAGED=True),
+    128: Tiles(BN=128, STAGES=2, WG=2, REGISTERS=240, TURNS=False, STAGED=True),
+    256: Tiles(BN=64, STAGES=2, WG=2, REGISTERS=240, TURNS=False, STAGED=False),
 }
 IN_CACHE = 16 << 20  # bytes of keys and values that are worked on together; twice that where tiles differ in length
 
