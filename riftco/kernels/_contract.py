@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .. import tpu
 
@@ -186,7 +187,14 @@ def explain(device: str | None = None, dtype: torch.dtype = torch.float32) -> li
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
-    """True when autograd must record: otherwise the op is called directly, without an autograd.Function."""
+    """True when autograd must record: otherwise the op is called directly, without an autograd.Function.
+
+    Raises:
+        NotImplementedError: a tensor has a tangent, which the op would silently drop.
+    """
+    dual = forward_ad._current_level >= 0 and not torch.compiler.is_compiling()
+    if dual and any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError("riftco: kernels have no forward-mode derivative; ask for impl='spec'")
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 

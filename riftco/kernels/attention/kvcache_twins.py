@@ -125,6 +125,7 @@ def _copied(
         shift = row_shift(slopes, q.shape[1]) if causal else None
     if leftpad is not None:
         exists = torch.arange(W, device=q.device) >= leftpad.view(-1, 1, 1, 1)
+        keys, values = (t.masked_fill(~exists.view(-1, W, 1, 1), 0.0) for t in (keys, values))  # they may hold NaN
         bias = exists if bias is None else bias.masked_fill(~exists, -torch.inf)
     pair = attention(
         q, keys.to(q.dtype), values.to(q.dtype), causal=causal, scale=scale, window=window, softcap=softcap, bias=bias,

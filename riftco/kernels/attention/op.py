@@ -170,7 +170,8 @@ def attention(
 
     Raises:
         ValueError: shapes, dtypes, devices or options that do not fit, each named; with RIFTCO_CHECK=1 also
-            cu_seqlens that do not ascend from 0 to at most the number of rows, or a document above max_seqlen.
+            cu_seqlens that do not ascend from 0 to at most the number of rows, a document above max_seqlen, or
+            k_lens out of range.
 
     Under autocast q, k, v are cast to its dtype, as PyTorch does.
     Devices: cpu (blocked), cuda (Triton; Gluon on Hopper), mps and xla (composed of PyTorch's operations, in tiles).
@@ -182,6 +183,10 @@ def attention(
     q, k, v = autocast(q, k, v)
     if cu_seqlens_k is cu_seqlens_q:
         cu_seqlens_k = None  # Dynamo takes a tensor once; launchers read None as cu_seqlens_q
+    if k is q:  # nor twice into an autograd.Function
+        k = k.view(k.shape)
+    if v is q or v is k:
+        v = v.view(v.shape)
     left, right = _window(window, causal)
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k, impl)
     _check_options(q, k, cu_seqlens_q, k_lens, bias, sinks, softcap, dropout_p, kv_grad_start)
@@ -189,6 +194,8 @@ def attention(
         check_documents("cu_seqlens_q", cu_seqlens_q, q.shape[0], max_seqlen_q)
         cu_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
         check_documents("cu_seqlens_k", cu_k, k.shape[0], max_seqlen_k)
+        if k_lens is not None and not bool(((k_lens >= 0) & (k_lens <= k.shape[1])).all()):
+            raise ValueError(f"attention: k_lens must be in [0, {k.shape[1]}]; got {k_lens.tolist()}")
     bias = bias if bias is None or bias.dim() == 4 else bias.reshape((1,) * (4 - bias.dim()) + bias.shape)
     seed = draw_seed(q.device) if dropout_p else None
     options = (scale, left, right, softcap, dropout_p)

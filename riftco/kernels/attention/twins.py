@@ -70,6 +70,9 @@ def scaled_dot_product_attention(
         lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     except RuntimeError:
         raise ValueError(f"{name}: the leading dimensions of query, key, value do not fit: {shapes}") from None
+    if 1 in (k.shape[-3], v.shape[-3]):
+        K = max(k.shape[-3], v.shape[-3])
+        k, v = (t if t.shape[-3] == K else t.expand(*t.shape[:-3], K, -1, -1) for t in (k, v))
     H, K, T, S = q.shape[-3], k.shape[-3], q.shape[-2], k.shape[-2]
     if H != K and not enable_gqa:
         if H == 1:

@@ -224,7 +224,7 @@ def _cached_fwd(
         acc *= shrink[:, None]
         norm = norm * shrink + power(sink - shift, q.dtype)
         m = m_new
-    some = norm > 0.0
+    some = norm != 0.0  # a NaN norm is a NaN result
     acc = tl.where(some[:, None], acc / tl.where(some, norm, 1.0)[:, None], 0.0)
     lse = tl.where(some, m / unit + tl.log(tl.where(some, norm, 1.0)), -float("inf"))
     i = q0 + t
@@ -254,7 +254,7 @@ def _cached_join(
         piece = begin + tl.arange(0, P)
         row = (piece.to(tl.int64) * total + i) * H + h
         part_lse = tl.load(part_lse_ptr + row, mask=piece < pieces, other=-float("inf"))
-        some = part_lse > -float("inf")
+        some = part_lse != -float("inf")
         part = tl.load(part_ptr + row[:, None] * D + col[None, :], mask=some[:, None] & (col < D)[None, :], other=0.0)
         m_new = tl.maximum(m, tl.max(part_lse, 0))
         shift = tl.where(m_new == -float("inf"), 0.0, m_new)
@@ -263,7 +263,7 @@ def _cached_join(
         acc = acc * shrink + tl.sum(part * weight[:, None], 0)
         norm = norm * shrink + tl.sum(weight, 0)
         m = m_new
-    some = norm > 0.0
+    some = norm != 0.0  # a NaN norm is a NaN result
     acc = tl.where(some, acc / tl.where(some, norm, 1.0), 0.0)
     tl.store(out_ptr + (i * H + h) * D + col, acc.to(out_ptr.dtype.element_ty), mask=col < D)
     tl.store(lse_ptr + h.to(tl.int64) * total + i, tl.where(some, m + tl.log(tl.where(some, norm, 1.0)), -float("inf")))
@@ -283,7 +283,7 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     with on(q):
         _cached_fwd[(plan.programs,)](
             **inputs.arguments(plan),
-            sinks_ptr=inputs.sinks,
+            sinks_ptr=None if inputs.sinks is None else inputs.sinks.contiguous(),
             out_ptr=to,
             lse_ptr=to_lse,
             SPLIT=plan.pieces > 1,

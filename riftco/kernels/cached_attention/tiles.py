@@ -207,7 +207,9 @@ def scores(q, k, scale, softcap, CAPPED: tl.constexpr):
     s = dot(q, tl.trans(k))
     if CAPPED:
         s = s * (scale / softcap)
-        s = (softcap * unit) * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E)) + 1.0))  # tanh
+        y = s * s  # tanh: near 0, where 1 - 2 / (exp(2 s) + 1) loses all digits, by its series
+        series = s * (1.0 - y * (1.0 / 3.0 - y * (2.0 / 15.0 - y * (17.0 / 315.0))))
+        s = (softcap * unit) * tl.where(y < 0.03, series, 1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E)) + 1.0))
     else:
         s = s * (scale * unit)
     return s

@@ -8,6 +8,8 @@ from ..route import route_of
 from ..spec import sink_gradient
 from . import portable_backward, portable_forward
 
+EXACT_CAP = 1000.0  # above it the tanh of the kernels for Hopper, which lose 1e-7 of the cap, shows in 16 bits
+
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, k_lens: Tensor | None,
@@ -17,6 +19,8 @@ def forward(
     if q.numel() == 0:
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))
         return out, q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
+    cu_q, cu_k, k_lens, sinks = _vectors(cu_q, cu_k, k_lens, sinks)
+    left, right = _limits(left, right, q.shape[-3], k.shape[-3])
     options = _options(k_lens, bias, sinks, seed, left, right, softcap) | _unusual(k, v, k_lens, scale)
     hopper = route_of(q, k, v, cu_q=cu_q, options=options).name == "hopper"
     launcher = load(f"{__name__}.hopper.forward:forward") if hopper else portable_forward.forward
@@ -32,6 +36,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     if q.numel() == 0:
         return _nothing(q, k, v, lse, cu_q, bias, sinks, kv_grad_start, need_q, need_k, need_v, need_bias, need_sinks)
+    cu_q, cu_k, k_lens, sinks = _vectors(cu_q, cu_k, k_lens, sinks)
+    left, right = _limits(left, right, q.shape[-3], k.shape[-3])
     options = _options(k_lens, bias, sinks, seed, left, right, softcap, kv_grad_start)
     hopper = route_of(q, k, v, backward=True, cu_q=cu_q, others=(d_out, out), options=options).name == "hopper"
     wide = "_wide" if q.shape[-1] > 128 else ""
@@ -45,11 +51,21 @@ def backward(
     return d_q, d_k, d_v, d_bias, d_sinks, delta, exponent
 
 
+def _vectors(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Kernels read these few numbers side by side; callers may hold them in a column of a table or expanded."""
+    return tuple(t if t is None else t.contiguous() for t in tensors)
+
+
+def _limits(left: int | None, right: int | None, T: int, S: int) -> tuple[int | None, int | None]:
+    """Windows that no row can feel, and that int32 might not hold, are none."""
+    return None if left is None or left >= S else left, None if right is None or right >= T else right
+
+
 def _options(k_lens, bias, sinks, seed, left, right, softcap, kv_grad_start=0) -> frozenset[str]:
     """Names of the options in use that a kernel must know."""
     used = dict(k_lens=k_lens is not None, bias=bias is not None, sinks=sinks is not None, dropout=seed is not None,
                 softcap=softcap > 0, window=left is not None or right not in (None, 0),
-                kv_grad_start=kv_grad_start > 0)  # fmt: skip
+                kv_grad_start=kv_grad_start > 0, far_softcap=softcap > EXACT_CAP)  # fmt: skip
     return frozenset(name for name, there in used.items() if there)
 
 

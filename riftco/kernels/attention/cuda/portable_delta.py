@@ -21,7 +21,7 @@ def attention_delta(
     h = (head % H).to(tl.int64)
     i = tile * M + tl.arange(0, M)
     at = head.to(tl.int64) * T + i
-    live = tl.load(lse_ptr + at, mask=i < T, other=-float("inf")) > -float("inf")
+    live = tl.load(lse_ptr + at, mask=i < T, other=-float("inf")) != -float("inf")
     col = tl.arange(0, PAD_V)[None, :]
     ok = (i < T)[:, None] & (col < DV)
     row = i.to(tl.int64)[:, None]

@@ -101,7 +101,7 @@ def attention_fwd(
         T, S, scale, cap, seed_ptr, threshold, head, stride_ks, stride_vs, stride_bt, stride_bs, D, DV, PAD, PAD_V, N,
         UNIT, FOLD, True,
     )  # fmt: skip
-    live = exists & (total > 0.0)
+    live = exists & (total != 0.0)  # a NaN total is a NaN result
     weight = 1.0 / tl.where(live, total, 1.0)
     if seed_ptr is not None:
         weight *= inv_keep

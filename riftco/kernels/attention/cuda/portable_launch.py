@@ -38,7 +38,8 @@ class Call:
         operands = {"q": q, "k": k, "v": v} if d_out is None else {"q": q, "k": k, "v": v, "g": d_out}
         strides = {n: t.stride() if t.dim() == 4 else (0, *t.stride()) for n, t in operands.items()}
         unit = 8 if all(s % 8 == 0 for four in strides.values() for s in four[:3]) else 1
-        farthest = max(four[1] for four in strides.values()) * 512 + max(four[3] for four in strides.values()) * 512
+        rows, cols = (max(four[side] for four in strides.values()) for side in (1, 3))
+        farthest = rows * 512 + cols * max(self.way.D, self.way.Dv)
         pair = max(self.S * (self.D + self.DV) * q.element_size(), 1)
         self.group = max(1, min(L2_SHARE // pair, self.B * self.K))  # key heads whose programs run side by side
         self.arguments: dict = {
@@ -53,8 +54,8 @@ class Call:
             "H": self.H,
             "n_docs": self.docs,
             "steps": (self.docs + 1).bit_length(),
-            "left": None if left is None or left >= self.S else left,
-            "right": None if right is None or right >= self.T else right,
+            "left": left,
+            "right": right,
             "scale": LOG2E * self.scale * (2 / softcap if softcap else 1.0),  # of exp2, or of tanh
             "cap": softcap * LOG2E if softcap else None,
             "threshold": None if seed is None else philox.threshold(dropout_p),

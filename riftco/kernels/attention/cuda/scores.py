@@ -14,9 +14,11 @@ LN2 = tl.constexpr(0.6931471805599453)
 def offsets(ROWS: tl.constexpr, stride_row, stride_col, PAD: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr):
     """Of the elements of a tile from its first; WIDE: 32 bits do not hold them."""
     row = tl.arange(0, ROWS)
+    col = tl.arange(0, PAD)
     if WIDE:
         row = row.to(tl.int64)
-    return row[:, None] * (stride_row * UNIT) + tl.arange(0, PAD)[None, :] * stride_col
+        col = col.to(tl.int64)
+    return row[:, None] * (stride_row * UNIT) + col[None, :] * stride_col
 
 
 @triton.jit
@@ -44,8 +46,11 @@ def store(ptr, row, stride_row, ok, value, D: tl.constexpr, PAD: tl.constexpr):
 
 @triton.jit
 def tanh(x2):
-    """tanh(x) of x2 = 2 log2(e) x."""
-    return 1.0 - 2.0 / (tl.exp2(x2) + 1.0)
+    """tanh(x) of x2 = 2 log2(e) x. Near 0, where 1 - 2 / (exp(2 x) + 1) loses all digits, by its series."""
+    x = x2 * (0.5 * LN2)
+    y = x * x
+    series = x * (1.0 - y * (1.0 / 3.0 - y * (2.0 / 15.0 - y * (17.0 / 315.0))))
+    return tl.where(y < 0.03, series, 1.0 - 2.0 / (tl.exp2(x2) + 1.0))
 
 
 @triton.jit

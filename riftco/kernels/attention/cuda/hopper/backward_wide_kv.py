@@ -308,7 +308,7 @@ def dkdv_kernel(
         k_len = S
         keys = S
         if LENS:
-            k_len = gl.minimum(gl.load(k_lens_ptr + seq), S)
+            k_len = gl.minimum(gl.maximum(gl.load(k_lens_ptr + seq).to(gl.int32), 0), S)
             at_k = seq * k_step
             at_v = seq * v_step
         row0 = (seq * H + kv_head * G).to(gl.int64) * T

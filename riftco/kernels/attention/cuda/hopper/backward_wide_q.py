@@ -168,7 +168,7 @@ def dq_kernel(
         q_len = T
         k_len = S
         if LENS:
-            k_len = gl.minimum(gl.load(k_lens_ptr + seq), S)
+            k_len = gl.minimum(gl.maximum(gl.load(k_lens_ptr + seq).to(gl.int32), 0), S)
             at_k = seq * k_step
             at_v = seq * v_step
         row0 = h.to(gl.int64) * T

@@ -99,8 +99,9 @@ def _prepare(
     o = tl.load(out_ptr + b * stride_ob + h * stride_oh + i[:, None] * stride_ot + c[None, :], mask=mask, other=0.0)
     g = g.to(tl.float32)
     delta = tl.sum(g * o.to(tl.float32), 1)
-    if d_lse_ptr is not None:
-        delta -= tl.load(d_lse_ptr + b * stride_lb + h * stride_lh + i * stride_lt, mask=ok, other=0.0)
+    if d_lse_ptr is not None:  # a row that saw nothing has P = 0: 0 times what comes to its lse, even infinity, is 0
+        some = ok & (tl.load(lse_ptr + (b * H + h) * T + i, mask=ok, other=0.0) != -float("inf"))
+        delta -= tl.load(d_lse_ptr + b * stride_lb + h * stride_lh + i * stride_lt, mask=some, other=0.0)
     at = (b * H + h) * T + i
     lse = tl.load(lse_ptr + at, mask=ok, other=-float("inf"))
     lse = tl.where(lse == -float("inf"), float("inf"), lse * LOG2E)
