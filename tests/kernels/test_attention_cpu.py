@@ -107,8 +107,18 @@ def threads(monkeypatch):
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", ["sinks", "bias", "bias for all heads, -inf in it", "dropout", "key lengths"])
-def test_threads(threads, name):
+THREAD_CASES = (
+    "sinks", "bias", "bias for all heads, -inf in it", "dropout", "key lengths", "odd sizes", "softcap",
+    "packed, spare rows of NaN", "gradients of the last keys",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", THREAD_CASES)
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_threads(threads, name, count, monkeypatch):
+    torch.set_num_threads(count)
+    monkeypatch.setattr(cpu_blocks, "UNEVEN", 16)
+    monkeypatch.setattr(cpu_blocks, "EVEN", 16)
     case = next(c for c in cases.CASES if c.name == name)
     workers = set()
     real = cpu_blocks.Heads.load
@@ -127,7 +137,7 @@ def test_threads(threads, name):
     other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
     other.start()
     other.join()
-    assert seen == [2, 2]  # PyTorch's own setting is as it was, for new threads too
+    assert seen == [count, count]  # PyTorch's own setting is as it was, for new threads too
 
 
 def test_threads_after_a_fork(threads):

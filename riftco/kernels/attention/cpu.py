@@ -4,6 +4,7 @@ One tile holds rows of several documents where they are short, as every row know
 fastest exponential here; its factor is applied after the maximum or lse is taken off, where rounding costs least.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -32,7 +33,7 @@ def forward(
         exact, use = Float32(), products(q.dtype, tiling.terms)
         keys = heads.tiles(k, tiling.bounds, k_lens, torch.float32)  # lse is float32, so are the scores under it
         values = heads.tiles(v, tiling.bounds, k_lens, use.dtype)
-        for rows in tiling.rows():
+        for rows in tiling.rows(heads):
             x = heads.load(q, rows) * softmax_scale
             acc, m = lse.new_zeros((*x.shape[:2], v.shape[-1])), lse.new_full((*x.shape[:2], 1), LOWEST)
             total = torch.zeros_like(m)
@@ -72,9 +73,9 @@ def backward(
     )
     d_bias = None if bias is None or not need_bias else bias.new_zeros(bias.shape, dtype=torch.float32)
     softmax_scale, delta = spec.softmax_scale(q, scale), torch.zeros_like(lse)
-    tiling = Tiling(q, k, cu_q, cu_k, k_lens, left, right, start)
+    tiling = Tiling(q, k, cu_q, cu_k, k_lens, left, right, start, alone=d_bias is not None)
 
-    def group(heads: Heads) -> None:
+    def group(heads: Heads) -> tuple[Heads, list[Tensor], list[Tensor]]:
         use = products(q.dtype, tiling.terms)
         rest = 1.0 if use.dtype == torch.float32 else softmax_scale  # of the scale, where q would be rounded by it
         keys, values = (heads.tiles(t, tiling.bounds, k_lens, use.dtype) for t in (k, v))
@@ -82,7 +83,7 @@ def backward(
             [lse.new_zeros(t.shape if cols.start >= start else 0) for t, cols in zip(tiles, tiling.bounds)]
             for tiles in (keys if need_k else [], values if need_v else [])
         )
-        for rows in tiling.rows():
+        for rows in tiling.rows(heads):
             x, g = heads.load(q, rows, use.dtype), heads.load(d_out, rows, use.dtype)
             x = x * softmax_scale if rest == 1.0 else x
             minus_lse = heads.load_rows(lse, rows).neg()
@@ -122,14 +123,27 @@ def backward(
                     use.add(wanted_k, d_s.mT, x)
             if sum_q is not None:
                 heads.store(d_q, rows, sum_q.mul_(softmax_scale))
-        for to, tiles, factor in ((d_k, sum_k, rest), (d_v, sum_v, 1.0)):
+        if rest != 1.0:
+            for tile in sum_k:
+                tile.mul_(rest)
+        if tiling.parts == 1:
+            keep(heads, sum_k, sum_v)
+            return heads, [], []
+        return heads, sum_k, sum_v
+
+    def keep(heads: Heads, sum_k: list[Tensor], sum_v: list[Tensor]) -> None:
+        for to, tiles in ((d_k, sum_k), (d_v, sum_v)):
             for tile, cols in zip(tiles, tiling.bounds):
                 if cols.start >= start:
-                    heads.store(
-                        to, slice(cols.start - start, cols.stop - start), tile if factor == 1.0 else tile.mul_(factor)
-                    )
+                    heads.store(to, slice(cols.start - start, cols.stop - start), tile)
 
-    each(tiling.heads(), group, alone=d_bias is not None)  # the groups of heads may share a bias
+    done = each(tiling.heads(), group, alone=d_bias is not None)  # the groups of heads may share a bias
+    for parts in zip(*(done[i :: tiling.parts] for i in range(tiling.parts))) if tiling.parts > 1 else ():
+        heads, *sums = parts[0]
+        for _, *others in parts[1:]:
+            for total, other in zip(itertools.chain(*sums), itertools.chain(*others)):
+                total += other
+        keep(heads, *sums)
     d_sinks = spec.sink_gradient(sinks, lse, delta) if sinks is not None and need_sinks else q.new_empty(0)
     exponent = spec.dout_exponent(d_out, cu_q) if q.dtype == torch.float16 else q.new_empty(0, dtype=torch.int32)
     d_bias = q.new_empty(0) if d_bias is None or bias is None else d_bias.to(bias.dtype)

@@ -4,6 +4,7 @@ B, T, S, H, K, D as in spec.py, G = H // K. N is a number of (sequence, key head
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from . import philox, spec
 SCORES = 1 << 19  # elements of a block of scores: smaller ones cost threads more meetings, larger ones leave the cache
 KEYS = 256  # of a tile
 EVEN, UNEVEN = 256, 96  # most rows of a tile; with a window it wastes half its height of keys
+PARTS = 4  # most threads that share the rows of a head: each sums all of dK and dV for itself
 THREADED = 1 << 27  # multiplications of a product above which groups of heads are worth a thread each
 
 
@@ -44,8 +46,9 @@ class Heads:
     Heads before rows: the first rows of a causal mask weigh most, and sums over rows lose least when they come apart.
     """
 
-    def __init__(self, b: slice, k: slice, K: int, G: int):
-        self.b, self.k, self.K, self.G = b, k, K, G
+    def __init__(self, b: slice, k: slice, K: int, G: int, part: int = 0):
+        """part: which tiles of rows are this one's, where several share the heads."""
+        self.b, self.k, self.K, self.G, self.part = b, k, K, G, part
 
     def _pick(self, t: Tensor, rows: slice) -> Tensor:
         """View [B, T, H, D] or [total, H, D] as [b, k, G, rows, D]."""
@@ -116,7 +119,7 @@ class Tiling:
     """Cuts [B, T, K, G] x S into blocks whose scores stay in cache, and knows which keys a tile of rows sees."""
 
     def __init__(self, q: Tensor, k: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, k_lens: Tensor | None,
-                 left: int | None, right: int | None, cut: int = 0):  # fmt: skip
+                 left: int | None, right: int | None, cut: int = 0, alone: bool = False):  # fmt: skip
         """bounds: the tiles of keys; none has keys on both sides of `cut`."""
         (T, H), (S, K) = q.shape[-3:-1], k.shape[-3:-1]
         self.B, self.K, self.G = q.shape[0] if q.dim() == 4 else 1, K, H // K
@@ -128,8 +131,14 @@ class Tiling:
         most = UNEVEN if left is not None or right is not None else EVEN
         self.terms = self.B * H * T * S * q.shape[-1]
         pairs = max(1, SCORES // (max(self.G, 1) * min(most, max(T, 1)) * width))  # in one batched matmul
-        if self.terms > THREADED:
-            pairs = min(pairs, max(1, self.B * K // torch.get_num_threads()))
+        self.parts = 1
+        threads = torch.get_num_threads() if self.terms > THREADED and not alone else 1
+        pairs_in_all, common = self.B * K, math.gcd(self.B * K, threads)
+        if common < threads and pairs_in_all < 4 * threads:  # heads do not divide evenly: rows do
+            self.parts = min(threads // max(common, 1), PARTS)
+            pairs = 1 if self.parts == PARTS else min(pairs, max(1, pairs_in_all // max(common, 1)))
+        elif threads > 1:
+            pairs = min(pairs, max(1, pairs_in_all // threads))
         self.pairs_b, self.pairs_k = min(max(1, pairs // K), max(self.B, 1)), min(pairs, K)
         height = SCORES // (self.pairs_b * self.pairs_k * max(self.G, 1) * width)
         self.height = min(most, max(16, height))
@@ -138,10 +147,11 @@ class Tiling:
         for b in range(0, self.B if self.G else 0, self.pairs_b):
             for k in range(0, self.K, self.pairs_k):
                 some = slice(b, min(b + self.pairs_b, self.B))
-                yield Heads(some, slice(k, min(k + self.pairs_k, self.K)), self.K, self.G)
+                for part in range(self.parts):
+                    yield Heads(some, slice(k, min(k + self.pairs_k, self.K)), self.K, self.G, part)
 
-    def rows(self) -> Iterator[slice]:
-        for t in range(self.first, self.last, self.height):
+    def rows(self, heads: Heads) -> Iterator[slice]:
+        for t in range(self.first + heads.part * self.height, self.last, self.height * self.parts):
             yield slice(t, min(t + self.height, self.last))
 
     def blocks(self, heads: Heads, rows: slice) -> Iterator[Block]:

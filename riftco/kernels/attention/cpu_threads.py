@@ -13,27 +13,25 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
+R = TypeVar("R")
 _POOLS: dict[int, ThreadPoolExecutor] = {}
 _LOCK = threading.Lock()
 os.register_at_fork(after_in_child=_POOLS.clear)  # threads do not survive a fork
 
 
-def each(groups: Iterable[T], run: Callable[[T], None], alone: bool = False) -> None:
+def each(groups: Iterable[T], run: Callable[[T], R], alone: bool = False) -> list[R]:
     """`run` every group, in as many threads as PyTorch would use inside each operation; one by one if `alone`."""
     groups = list(groups)
     threads = torch.get_num_threads()
     if alone or threads <= 1 or len(groups) <= 1:
-        for group in groups:
-            run(group)
-        return
+        return [run(group) for group in groups]
     inference = torch.is_inference_mode_enabled()
 
-    def one(group: T) -> None:
+    def one(group: T) -> R:
         with torch.inference_mode(inference), torch.no_grad():
-            run(group)
+            return run(group)
 
-    for _ in _pool(threads).map(one, groups):  # raises what a group raised
-        pass
+    return list(_pool(threads).map(one, groups))  # raises what a group raised
 
 
 def _pool(threads: int) -> ThreadPoolExecutor:
