@@ -1,5 +1,7 @@
 """Attention's portable Triton kernels beyond the conformance cases: planted bugs, routes, tiles, hard shapes."""
 
+import importlib
+import math
 import os
 import pathlib
 import subprocess
@@ -67,7 +69,7 @@ def agree(device, dtype, T, S, H, K, D, Dv=None, *, bound=None, d_out_size=1.0, 
         ("portable_forward", "(sink > -float(\"inf\")), 1.0", "(sink > -float(\"inf\")), 2.0", "sinks"),
         ("portable_forward", "sink * scores.LOG2E / scale if FOLD", "sink * scores.LOG2E if FOLD", "sinks"),
         ("portable_forward", "weight *= inv_keep", "weight *= 1.0", "dropout"),
-        ("portable_forward", "live = exists & (total > 0.0)", "live = total > 0.0", "packed, spare rows of NaN"),
+        ("portable_forward", "live = exists & (total != 0.0)", "live = total != 0.0", "packed, spare rows of NaN"),
         ("portable_dkdv", "d_v += dot(", "d_v -= dot(", "odd sizes"),
         ("portable_dkdv", "d_s = p * (d_p - delta[None, :])", "d_s = p * d_p", "odd sizes"),
         ("portable_dkdv", "for g in range(H // K):", "for g in range(1):", "odd sizes"),
@@ -356,6 +358,13 @@ def test_dropout_is_the_documented_mask(packed):
     want, _ = spec.forward(q, k, v, *tensors, seed, *options)
     assert torch.equal(got == 0, want == 0)
     torch.testing.assert_close(got, want)
+
+
+def test_the_lowest_score_is_a_power_of_two():
+    """Compiled code fuses m * scale - round(m * scale); only an exact product leaves 0 there, and exp2(0) = 1."""
+    pytest.importorskip("triton")
+    lowest = importlib.import_module(CUDA + "portable_forward").LOWEST.value
+    assert math.frexp(lowest)[0] == -0.5
 
 
 def test_every_gradient_alone(portable):

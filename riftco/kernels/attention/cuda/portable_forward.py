@@ -10,7 +10,9 @@ from ..._launch import on
 from . import masks, scores
 from .portable_launch import SIZES, Call
 
-LOWEST = tl.constexpr(-1.0e30)  # a score at or below it counts as hidden; finite, so that no row needs a special case
+# A score at or below it counts as hidden; finite, so that no row needs a special case. A power of two: its product
+# with the scale is exact, so that in a row that has seen nothing the multiply-add m * scale - round(m * scale) is 0.
+LOWEST = tl.constexpr(-(2.0**100))
 
 
 @triton.jit
