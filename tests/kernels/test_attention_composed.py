@@ -115,3 +115,13 @@ def test_planted_bugs(old, new, case):
         torch.testing.assert_close(
             composed.backward(*saved, *(True,) * 5, tiles=Tiles(32, 16)), spec.backward(*saved, *(True,) * 5)
         )
+
+
+def test_tiles_shrink_with_sequences_and_heads():
+    for shape in ((1, 9, 1, 8), (64, 9, 32, 8), (4096, 9, 32, 8), (9, 8, 8), (0, 9, 2, 8)):
+        q = torch.empty(shape, device="meta")
+        tiles = composed.fitting(q)
+        heads = q.shape[:-3].numel() * q.shape[-2]
+        assert heads * tiles.rows * tiles.keys <= composed.SCORES or (tiles.rows, tiles.keys) == (16, 256)
+        assert tiles.rows <= 512 and tiles.keys <= 4096
+    assert composed.fitting(torch.empty(1, 9, 16, 8)) == Tiles()

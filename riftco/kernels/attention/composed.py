@@ -27,7 +27,14 @@ class Tiles:
     document_of: Callable[[Tensor, Tensor], Tensor] = lambda cu, row: torch.searchsorted(cu, row, right=True) - 1
 
 
-TILES = Tiles()
+SCORES = 1 << 25  # of a tile, all sequences and heads: a handful of buffers of 128 MiB live at a time
+
+
+def fitting(q: Tensor) -> Tiles:
+    """The largest tiles that SCORES allows, down to 16 rows and 256 keys."""
+    heads = max(q.shape[:-3].numel() * q.shape[-2], 1)
+    keys = max(256, min(Tiles.keys, SCORES // (heads * Tiles.rows)))
+    return Tiles(max(16, min(Tiles.rows, SCORES // (heads * keys))), keys)
 
 
 def forward(
@@ -35,7 +42,9 @@ def forward(
     bias: Tensor | None, sinks: Tensor | None, seed: Tensor | None, scale: float | None, left: int | None,
     right: int | None, softcap: float, dropout_p: float, tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    problem = _Problem(q, k, cu_q, cu_k, k_lens, bias, seed, scale, left, right, softcap, dropout_p, tiles or TILES)
+    problem = _Problem(
+        q, k, cu_q, cu_k, k_lens, bias, seed, scale, left, right, softcap, dropout_p, tiles or fitting(q)
+    )
     outs, lses = [], []
     for rows in problem.row_tiles():
         x = problem.queries(q, rows)
@@ -65,7 +74,7 @@ def backward(
     need_sinks: bool, tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     problem = _Problem(
-        q, k, cu_q, cu_k, k_lens, bias, seed, scale, left, right, softcap, dropout_p, tiles or TILES, kv_grad_start
+        q, k, cu_q, cu_k, k_lens, bias, seed, scale, left, right, softcap, dropout_p, tiles or fitting(q), kv_grad_start
     )
     sum_k = problem.key_sums(k, kv_grad_start) if need_k else None
     sum_v = problem.key_sums(v, kv_grad_start) if need_v else None
