@@ -188,3 +188,21 @@ def test_over_a_cache_too(device):
     hit = torch.zeros(10, 4, dtype=torch.bool, device=place)
     hit[4, 1] = True
     assert torch.equal(out.isnan().any(-1), hit) and torch.equal(lse.isnan(), hit.T)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_row_that_a_mask_of_lowest_numbers_hides_is_empty(device):
+    """As with -inf: every score of the row is the same number, which lse cannot hold beside the number of keys."""
+    q, k, v = (torch.randn(1, n, 2, 16, device=device.torch_device, requires_grad=True) for n in (5, 40, 40))
+    lowest = torch.zeros(1, 1, 5, 40, device=q.device)
+    lowest[..., 2, :] = torch.finfo(torch.float32).min
+    lowest[..., 3, 7:] = torch.finfo(torch.float32).min
+    results = []
+    with device.use():
+        for bias in (lowest, lowest.masked_fill(lowest < 0, -torch.inf)):
+            bias.requires_grad_()
+            out, lse = attention(q, k, v, bias=bias, return_lse=True)
+            assert (out[:, 2] == 0).all() and (lse[..., 2] == -torch.inf).all()
+            results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v, bias))))
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b)

@@ -223,7 +223,7 @@ class _Problem:
         if bias is not None and bias.dtype == torch.bool:
             see = see & self.part_of_bias(bias, rows, cols)
         elif bias is not None:
-            s = s + self.part_of_bias(bias, rows, cols).to(self.acc)
+            s = s + spec.without_lowest(self.part_of_bias(bias, rows, cols)).to(self.acc)
         return capped, s.masked_fill(~see, -torch.inf).flatten(2, 3)
 
     def part_of_bias(self, bias: Tensor, rows: slice, cols: slice) -> Tensor:

@@ -170,5 +170,5 @@ def _masked(s: Tensor, heads: Heads, rows: slice, block: Block, bias: Tensor | N
         if bias.dtype == torch.bool:
             heads.split(s).masked_fill_(~part, -torch.inf)
         else:
-            heads.split(s).add_(part)
+            heads.split(s).add_(spec.without_lowest(part))
     return s

@@ -143,7 +143,8 @@ def attention(
         sinks: [H] floating: one more score a head, without a value (it takes its share of the softmax; lse includes
             it). Differentiable.
         bias: added to the scores after the softcap; or bool, False hides a key. Broadcastable to [B, H, T, S] (not
-            packed), -inf allowed. Differentiable if floating; its gradient has its own shape.
+            packed), -inf allowed; -2**100 and below count as -inf. Differentiable if floating; its gradient has its own
+            shape.
         dropout_p: probability of dropping a softmax weight; the rest grow by 1 / (1 - dropout_p). The mask is a
             function of a seed from torch's generator of q's device and of (head, row, key): the same under any tiling.
         cu_seqlens_q: [documents + 1], int32 or int64, ascending from 0: document n is the rows cu[n] to cu[n + 1].

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from . import philox
 
+HIDDEN = -(2.0**100)  # a bias this low hides its key like -inf: lse could not tell such scores from their sum
+
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, k_lens: Tensor | None,
@@ -173,8 +175,13 @@ def masked(s: Tensor, see: Tensor, bias: Tensor | None) -> Tensor:
         if bias.dtype == torch.bool:
             see = see & bias
         else:
-            s = s + bias.to(s.dtype)
+            s = s + without_lowest(bias).to(s.dtype)
     return s.masked_fill(~see, -torch.inf)
+
+
+def without_lowest(bias: Tensor) -> Tensor:
+    """A floating bias with -inf for values that only mean to hide, such as torch.finfo's lowest."""
+    return bias.masked_fill(bias <= HIDDEN, -torch.inf)
 
 
 def sink_scores(sinks: Tensor, s: Tensor, cu_q: Tensor | None) -> Tensor:

@@ -37,7 +37,7 @@ def rows_of(total: int, slots: Tensor, cu: Tensor | None, n_slots: int) -> Rows:
         length, inside = torch.full_like(i, each), run < runs
     else:
         cu = cu.long().clamp(0, total)
-        run = torch.searchsorted(cu, i, right=True) - 1
+        run = (cu <= i.unsqueeze(-1)).sum(-1) - 1  # by counting starts: torch_xla leaves searchsorted to the CPU
         inside = run < runs
         run = run.clamp(0, runs - 1)
         start, length = cu[run], cu[run + 1] - cu[run]

@@ -6,8 +6,11 @@ Strides of rows, heads and batches arrive divided by UNIT, which tells the compi
 import triton
 import triton.language as tl
 
+from .. import spec
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+HIDDEN = tl.constexpr(spec.HIDDEN)
 
 
 @triton.jit
@@ -61,7 +64,8 @@ def add_bias(s, bias_ptr, stride_bt, stride_bs, i, j, T, S):
     if bias_ptr.dtype.element_ty == tl.uint8:
         s = tl.where(bias != 0, s, -float("inf"))
     else:
-        s += bias.to(tl.float32) * LOG2E
+        bias = bias.to(tl.float32)
+        s = tl.where(bias <= HIDDEN, -float("inf"), s + tl.maximum(bias, HIDDEN) * LOG2E)
     return s
 
 
