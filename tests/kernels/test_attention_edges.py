@@ -5,7 +5,9 @@ import support
 import torch
 
 from riftco import functional as F
+from riftco import nn
 from riftco.functional import attention
+from riftco.kernels._contract import load
 from riftco.kernels.attention import cuda, route
 from riftco.kernels.attention.cuda.hopper import preprocess
 
@@ -206,3 +208,35 @@ def test_a_row_that_a_mask_of_lowest_numbers_hides_is_empty(device):
             results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v, bias))))
     for a, b in zip(*results):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_nan_in_a_bias_is_seen(device):
+    q, k, v = (made(1, 20, 2, 16, seed=n, device=device.torch_device) for n in range(3))
+    bias = torch.zeros(1, 1, 20, 20, device=device.torch_device)
+    bias[..., 7, 3], bias[..., 8, 3] = torch.nan, torch.finfo(torch.float32).min
+    with device.use():
+        out = attention(q, k, v, bias=bias)
+    assert torch.equal(out.isnan().any(-1).any(-1)[0].nonzero().flatten().cpu(), torch.tensor([7]))
+
+
+def test_weights_of_the_lowest_mask_agree_with_the_output():
+    layer, x = nn.MultiheadAttention(16, 2, batch_first=True), made(1, 5, 16)
+    mask = torch.zeros(5, 5)
+    mask[2] = torch.finfo(torch.float32).min
+    (with_weights, weights), (without, _) = (layer(x, x, x, attn_mask=mask, need_weights=n) for n in (True, False))
+    torch.testing.assert_close(with_weights, without)
+    assert (weights[:, 2] == 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_gradient_of_a_sum_takes_the_route_of_its_inputs(monkeypatch):
+    taken = []
+    monkeypatch.setattr(cuda, "load", lambda path: taken.append(path) or load(path))
+    q = made(1, 300, 2, 64, device="cuda").bfloat16().requires_grad_()
+    for reduced in (lambda out: out.sum(), lambda out: out.square().sum()):
+        reduced(attention(q, q, q, causal=True)).backward()
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    assert len([path for path in taken if "hopper.backward" in path]) == (2 if hopper else 0)

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .op import attention
+from .spec import without_lowest
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -148,7 +149,7 @@ def _materialized(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_
     acc = torch.promote_types(q.dtype, torch.float32)
     s = (q.transpose(1, 2) * q.shape[-1] ** -0.5 @ k.permute(0, 2, 3, 1)).to(acc)
     if bias is not None:
-        s = s.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else s + bias
+        s = s.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else s + without_lowest(bias)
         live = (s.detach() != -torch.inf).any(-1, keepdim=True)
         weights = s.masked_fill(~live, 0.0).softmax(-1).masked_fill(~live, 0.0)
     else:

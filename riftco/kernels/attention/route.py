@@ -120,14 +120,17 @@ def _why_not_hopper(dtype, D, Dv, backward, capability, document, aligned, optio
 
 def route_of(
     q: Tensor, k: Tensor, v: Tensor, *, backward: bool = False, portable: bool = False, cu_q: Tensor | None = None,
-    others: tuple[Tensor, ...] = (), options: frozenset[str] = frozenset(),
+    options: frozenset[str] = frozenset(),
 ) -> Route:  # fmt: skip
-    """`route` of a call; `others` are more operands than q, k, v; `portable` asks for a route of every GPU."""
+    """`route` of a call; `portable` asks for a route of every GPU.
+
+    How d_out lies does not matter: the Hopper backward copies one that no descriptor takes, as sum() sends back.
+    """
     return route(
         q.dtype, q.shape[-1], v.shape[-1], backward=backward,
         capability=None if portable or q.device.type != "cuda" else torch.cuda.get_device_capability(q.device),
         shared=shared_memory(q.device), document=None if cu_q is None else q.shape[0] // (len(cu_q) - 1),
-        aligned=all(descriptors_take(t) for t in (q, k, v, *others)), options=options,
+        aligned=all(descriptors_take(t) for t in (q, k, v)), options=options,
     )  # fmt: skip
 
 

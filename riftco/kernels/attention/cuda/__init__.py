@@ -39,7 +39,7 @@ def backward(
     cu_q, cu_k, k_lens, sinks = _vectors(cu_q, cu_k, k_lens, sinks)
     left, right = _limits(left, right, q.shape[-3], k.shape[-3])
     options = _options(k_lens, bias, sinks, seed, left, right, softcap, kv_grad_start)
-    hopper = route_of(q, k, v, backward=True, cu_q=cu_q, others=(d_out, out), options=options).name == "hopper"
+    hopper = route_of(q, k, v, backward=True, cu_q=cu_q, options=options).name == "hopper"
     wide = "_wide" if q.shape[-1] > 128 else ""
     launcher = load(f"{__name__}.hopper.backward{wide}:backward") if hopper else portable_backward.backward
     d_q, d_k, d_v, d_bias, d_sinks, delta, exponent = launcher(

@@ -65,7 +65,8 @@ def add_bias(s, bias_ptr, stride_bt, stride_bs, i, j, T, S):
         s = tl.where(bias != 0, s, -float("inf"))
     else:
         bias = bias.to(tl.float32)
-        s = tl.where(bias <= HIDDEN, -float("inf"), s + tl.maximum(bias, HIDDEN) * LOG2E)
+        hidden = bias <= HIDDEN  # false for a NaN, which must reach its row
+        s = tl.where(hidden, -float("inf"), s + tl.where(hidden, 0.0, bias) * LOG2E)
     return s
 
 
