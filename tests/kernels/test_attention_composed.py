@@ -125,3 +125,14 @@ def test_tiles_shrink_with_sequences_and_heads():
         assert heads * tiles.rows * tiles.keys <= composed.SCORES or (tiles.rows, tiles.keys) == (16, 256)
         assert tiles.rows <= 512 and tiles.keys <= 4096
     assert composed.fitting(torch.empty(1, 9, 16, 8)) == Tiles()
+
+
+def test_the_power_of_two_of_each_document_and_head():
+    g = (torch.randn(40, 3, 8) * 1e-3).half()
+    g[19:] = torch.nan  # rows of no document
+    cu = torch.tensor([2, 5, 5, 12, 19])
+    got = spec.dout_exponent(g, cu)
+    for a, b, row in zip(cu[:-1], cu[1:], got):
+        largest = g[a:b].float().abs().amax((0, 2)) if b > a else torch.zeros(3)
+        want = torch.where(largest == 0, 0, 3 - torch.frexp(largest).exponent)
+        assert torch.equal(row, want.int())

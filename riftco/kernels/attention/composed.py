@@ -24,7 +24,7 @@ class Tiles:
 
     rows: int = 512
     keys: int = 4096
-    document_of: Callable[[Tensor, Tensor], Tensor] = lambda cu, row: torch.searchsorted(cu, row, right=True) - 1
+    document_of: Callable[[Tensor, Tensor], Tensor] = spec.starts_before
 
 
 SCORES = 1 << 25  # of a tile, all sequences and heads: a handful of buffers of 128 MiB live at a time
@@ -120,6 +120,9 @@ def backward(
         if need_q:
             d_qs.append(problem.heads_last(d_x, rows))
     delta = problem.unpacked(torch.cat(deltas, -1))
+    exponent = q.new_empty(0, dtype=torch.int32)
+    if q.dtype == torch.float16:
+        exponent = spec.dout_exponent(d_out, cu_q, problem.tiles.document_of)
     return (
         problem.unpacked(torch.cat(d_qs, 1)).to(q.dtype) if need_q else q.new_empty(0),
         k.new_empty(0) if sum_k is None else problem.unpacked(sum_k.transpose(1, 2)).to(k.dtype),
@@ -127,7 +130,7 @@ def backward(
         q.new_empty(0) if sum_bias is None or bias is None else sum_bias.to(bias.dtype),
         spec.sink_gradient(sinks, lse, delta) if need_sinks and sinks is not None else q.new_empty(0),
         delta,
-        spec.dout_exponent(d_out, cu_q) if q.dtype == torch.float16 else q.new_empty(0, dtype=torch.int32),
+        exponent,
     )
 
 

@@ -88,10 +88,15 @@ def backward(
     return d_q.contiguous(), d_k.contiguous(), d_v.contiguous(), d_bias.contiguous(), d_sinks, delta, exponent
 
 
+def starts_before(cu: Tensor, row: Tensor) -> Tensor:
+    """The document that holds each row: how many start up to it, less one. cu ascending, row int64."""
+    return torch.searchsorted(cu, row, right=True) - 1
+
+
 def key_range(
     T: int, S: int, cu_q: Tensor | None, cu_k: Tensor | None, k_lens: Tensor | None, left: int | None,
     right: int | None, device: torch.device,
-    document_of: Callable[[Tensor, Tensor], Tensor] = lambda cu, row: torch.searchsorted(cu, row, right=True) - 1,
+    document_of: Callable[[Tensor, Tensor], Tensor] = starts_before,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Query row i sees the keys lo[i] <= j < hi[i]; both [T], with k_lens [B, T].
 
@@ -136,7 +141,9 @@ def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     return -(weight * delta).sum(-1).reshape(-1, len(sinks)).sum(0).to(sinks.dtype)
 
 
-def dout_exponent(d_out: Tensor, cu_q: Tensor | None) -> Tensor:
+def dout_exponent(
+    d_out: Tensor, cu_q: Tensor | None, document_of: Callable[[Tensor, Tensor], Tensor] = starts_before
+) -> Tensor:
     """int32 [documents, H]: 2 ** exponent brings the largest |dO| of a document and head into [4, 8)."""
     largest = (
         d_out.detach().float().abs().nan_to_num(0.0, 0.0, 0.0).amax(-1) if d_out.numel() else d_out.float().sum(-1)
@@ -144,11 +151,12 @@ def dout_exponent(d_out: Tensor, cu_q: Tensor | None) -> Tensor:
     if cu_q is None:
         largest = largest.amax(-2) if largest.shape[-2] else largest.new_zeros(d_out.shape[0], d_out.shape[-2])
     else:
-        i = torch.arange(len(largest), device=cu_q.device)
-        inside = (i >= cu_q[:-1, None]) & (i < cu_q[1:, None])
-        zero = largest.new_zeros(())
-        largest = torch.stack([torch.where(row[:, None], largest, zero).max(0).values if len(i) else largest.sum(0)
-                               for row in inside])  # fmt: skip
+        docs, i = len(cu_q) - 1, torch.arange(len(largest), device=cu_q.device)
+        doc = document_of(cu_q.long().contiguous(), i)
+        doc = torch.where((doc >= 0) & (doc < docs), doc, docs)  # rows of no document go where nobody looks
+        largest = largest.new_zeros(docs + 1, largest.shape[-1]).scatter_reduce(
+            0, doc.unsqueeze(-1).expand_as(largest), largest, "amax"
+        )[:docs]
     bit = torch.arange(62, device=largest.device)  # frexp by counting powers of two from float16's least on, as no
     powers = torch.ones_like(bit) << bit  # device but CPU and CUDA has frexp
     exponent = 27 - (largest.unsqueeze(-1) * 2.0**24 >= powers).sum(-1)
