@@ -29,6 +29,7 @@ class Op:
     name: str
     spec: str
     launchers: Mapping[str, str]
+    routes: str | None = None
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,9 @@ _PINNED: dict[tuple[str, str], tuple[Choice, int]] = {}  # (op, device) -> what 
 _PINNING = threading.Lock()
 
 
-def define(name: str, schema: str, *, fake: Callable, spec: str, launchers: Mapping[str, str]):
+def define(
+    name: str, schema: str, *, fake: Callable, spec: str, launchers: Mapping[str, str], routes: str | None = None
+):
     """Define ``riftco::<name>`` and return its overload.
 
     Args:
@@ -52,13 +55,15 @@ def define(name: str, schema: str, *, fake: Callable, spec: str, launchers: Mapp
         spec: ``"module:function"`` with the meaning in plain torch; serves float64 and ``RIFTCO_IMPL=spec``, and
             the CPU unless `launchers` names something better.
         launchers: device type -> ``"module:function"``; a device that is missing here refuses by name.
+        routes: where its CUDA launcher picks among kernels, ``"module:function"`` of a dtype that returns
+            (which calls, route, why) for the GPU of this machine; explain() shows them.
     """
     if name in TABLE:  # torch itself would only warn and override
         raise RuntimeError(f"riftco::{name} is already defined")
     unknown = set(launchers) - set(KEYS)
     if unknown:
         raise ValueError(f"riftco::{name}: unknown device types {sorted(unknown)}; known: {', '.join(KEYS)}")
-    TABLE[name] = Op(name, spec, {"cpu": spec, **launchers})
+    TABLE[name] = Op(name, spec, {"cpu": spec, **launchers}, routes)
     torch.library.define(f"riftco::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"riftco::{name}", fake)
     for device, key in KEYS.items():
@@ -172,7 +177,8 @@ def explain(device: str | None = None, dtype: torch.dtype = torch.float32) -> li
         dtype: the floating dtype of the inputs.
 
     Returns:
-        Rows with keys op, device, implementation, why.
+        Rows with keys op, device, implementation, why. Where a device's launcher picks among kernels by shape, a row
+        follows for each of some common shapes: the kernels that this machine's GPU would run, and why.
     """
     importlib.import_module("riftco.functional")  # defines every op
     rows = []
@@ -181,6 +187,9 @@ def explain(device: str | None = None, dtype: torch.dtype = torch.float32) -> li
             try:
                 choice = choose(name, dev, dtype)
                 rows.append({"op": name, "device": dev, "implementation": choice.path, "why": choice.why})
+                routes = TABLE[name].routes if dev == "cuda" and choice.path == TABLE[name].launchers["cuda"] else None
+                for case, route, why in load(routes)(dtype) if routes else ():
+                    rows.append({"op": f"{name}, {case}", "device": dev, "implementation": route, "why": why})
             except (NotImplementedError, RuntimeError) as refused:
                 rows.append({"op": name, "device": dev, "implementation": "-", "why": str(refused)})
     return rows

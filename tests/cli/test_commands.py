@@ -31,6 +31,12 @@ def test_explain_names_what_runs(riftco, model):
     assert by_device["cuda"] == "riftco.kernels.cross_entropy.cuda:forward"
     assert set(by_device) == {"cpu", "cuda", "mps", "xla"}
     assert "cross_entropy_fwd" in riftco("explain", "--device", "cpu").stdout
+    told = riftco("explain", "--op", "attention_bwd", "--device", "cuda", "--dtype", "bfloat16", "--log-json").stdout
+    routes = {r["op"]: r["implementation"] for r in map(json.loads, told.splitlines())}
+    assert routes["attention_bwd, head dim 512"] == "padded" and routes["attention_bwd, head dim 128"] in (
+        "tiled",
+        "hopper",
+    )
     row = json.loads(riftco("explain", "--model", model, "--device", "cpu", "--log-json").stdout)
     assert (row["op"], row["device"], row["implementation"]) == ("attention_bwd", "cpu", "native")
     assert "no op's name contains 'nose'" in riftco("explain", "--op", "nose", code=2).stderr

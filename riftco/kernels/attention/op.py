@@ -55,6 +55,7 @@ fwd = define(
         "mps": f"{HERE}.composed:forward",
         "xla": "riftco.tpu.attention:forward",
     },
+    routes=f"{HERE}.route:forward_routes",
 )
 bwd = define(
     "attention_bwd",
@@ -69,6 +70,7 @@ bwd = define(
         "mps": f"{HERE}.composed:backward",
         "xla": "riftco.tpu.attention:backward",
     },
+    routes=f"{HERE}.route:backward_routes",
 )
 
 

@@ -134,6 +134,27 @@ def route_of(
     )  # fmt: skip
 
 
+def forward_routes(dtype: torch.dtype) -> list[tuple[str, str, str]]:
+    """(head dim, route, why) of plain calls on this machine's GPU, for explain()."""
+    return _routes(dtype, backward=False)
+
+
+def backward_routes(dtype: torch.dtype) -> list[tuple[str, str, str]]:
+    return _routes(dtype, backward=True)
+
+
+def _routes(dtype: torch.dtype, backward: bool) -> list[tuple[str, str, str]]:
+    here = torch.cuda.is_available()
+    capability = torch.cuda.get_device_capability() if here else None
+    shared = shared_memory(torch.device("cuda", torch.cuda.current_device())) if here else LEAST_SHARED
+    rows = []
+    for D in (64, 128, 256, 512):
+        found = route(dtype, D, D, backward=backward, capability=capability, shared=shared)
+        why = found.why if here else f"{found.why}; what any GPU would run, as none is here"
+        rows.append((f"head dim {D}", found.name, why))
+    return rows
+
+
 def descriptors_take(t: Tensor) -> bool:
     """Can a TMA descriptor be made of t [.., rows, heads, head dim]?"""
     strides = [s for s, size in zip(t.stride()[:-1], t.shape[:-1]) if size > 1]
