@@ -83,10 +83,9 @@ def agree(device, dtype, T, S, H, K, D, Dv=None, *, bound=None, d_out_size=1.0, 
         ("portable_dq", "d_p * inv_keep, 0.0", "d_p * inv_keep, d_p", "dropout"),
         ("portable_dq", "d_s = p * (d_p - delta[:, None])", "d_s = p * d_p", "odd sizes"),
         ("portable_dbias", "(d_p - delta[:, None]), 0.0)", "d_p, 0.0)", "bias"),
-        ("portable_dbias", "B if ALL_B else 1", "1", "bias a row in two sequences"),
+        ("portable_dbias", "B if ALL_B else 1", "1", "one bias for two sequences"),
         ("portable_dbias", "walk_h = H if ALL_H else 1", "walk_h = 1", "bias for all heads, -inf in it"),
         ("portable_dbias", "tiles_t if ALL_T else 1", "1", "bias a key"),
-        ("portable_dbias", "tiles_s if ALL_S else 1", "1", "bias a row in two sequences"),
         ("portable_delta", "delta -= tl.load(d_lse_ptr + at, mask=i < T, other=0.0)", "delta += 0.0", "sinks"),
         ("masks", "hi = tl.minimum(k1, k1 - (q1 - i) + right + 1)", "hi = tl.minimum(k1, k0 + i + right + 1)",
          "causal, more keys"),
@@ -122,7 +121,7 @@ def test_planted_bugs(module, old, new, case, portable):
 
 EXTRA = (
     cases.Case("a wide window", dict(B=1, T=170, S=170, H=1, K=1, D=16, DV=16), dict(window=(90, 30))),
-    cases.Case("bias a row in two sequences", dict(B=2, T=20, S=50, H=2, K=2, D=16, DV=16), dict(bias=(1, 2, 20, 1))),
+    cases.Case("one bias for two sequences", dict(B=2, T=20, S=50, H=2, K=2, D=16, DV=16), dict(bias=(1, 2, 20, 50))),
 )
 
 

@@ -91,13 +91,17 @@ class Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_out, d_lse):
         need = ctx.needs_input_grad[:5]
-        d_out = torch.zeros_like(ctx.saved_tensors[3]) if d_out is None else d_out
-        start = ctx.kv_grad_start
-        grads = bwd(d_out, d_lse, *ctx.saved_tensors, *ctx.options, start, ctx.deterministic, *need)[:5]
-        d_q, d_k, d_v, *rest = (g if n else None for g, n in zip(grads, need))
+        *_, out, lse, _, _, _, bias, sinks, _ = ctx.saved_tensors
+        d_out = torch.zeros_like(out) if d_out is None else d_out
+        start, of_rows = ctx.kv_grad_start, need[3] and bias.shape[-1] == 1
+        asked = (*need[:3], need[3] and not of_rows, need[4])
+        *grads, delta, _ = bwd(d_out, d_lse, *ctx.saved_tensors, *ctx.options, start, ctx.deterministic, *asked)
+        d_q, d_k, d_v, d_bias, d_sinks = (g if n else None for g, n in zip(grads, asked))
+        if of_rows:
+            d_bias = spec.row_bias_gradient(bias, sinks, lse, delta, d_lse)
         if start:  # autograd wants the shape of k and v
             d_k, d_v = (g if g is None else torch.cat([_head_rows(g, start), g], -3) for g in (d_k, d_v))
-        return d_q, d_k, d_v, *rest, *(None,) * (6 + len(ctx.options))
+        return d_q, d_k, d_v, d_bias, d_sinks, *(None,) * (6 + len(ctx.options))
 
 
 def _head_rows(g: Tensor, rows: int) -> Tensor:

@@ -47,12 +47,13 @@ def backward(
         if bias is not None and need_bias:
             d_bias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
             _, launch = call.cut("dq", call.T)
-            every = [size == 1 for size in bias.shape]
-            owned = call.B, call.H, triton.cdiv(call.T, launch["M"]), triton.cdiv(call.S, launch["N"])
+            every = [size == 1 for size in bias.shape[:3]]
+            owned = call.B, call.H, triton.cdiv(call.T, launch["M"])
             programs = math.prod(1 if walked else n for walked, n in zip(every, owned))
+            programs *= triton.cdiv(call.S, launch["N"])
             portable_dbias.attention_dbias[(programs,)](
                 q, k, v, d_out, d_bias, lse, delta, G=call.G,
-                **dict(zip(("ALL_B", "ALL_H", "ALL_T", "ALL_S"), every)), **call.arguments, **launch,
+                **dict(zip(("ALL_B", "ALL_H", "ALL_T"), every)), **call.arguments, **launch,
             )  # fmt: skip
     exponent = q.new_empty(0, dtype=torch.int32) if exponent is None else exponent
     return d_q, d_k, d_v, d_bias, q.new_empty(0), delta, exponent

@@ -16,21 +16,21 @@ def attention_dbias(
     stride_vb, stride_vs, stride_vh, stride_vd, stride_gb, stride_gt, stride_gh, stride_gd,
     stride_bb, stride_bh, stride_bt, stride_bs, D: tl.constexpr, DV: tl.constexpr, PAD: tl.constexpr,
     PAD_V: tl.constexpr, M: tl.constexpr, N: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
-    ALL_B: tl.constexpr, ALL_H: tl.constexpr, ALL_T: tl.constexpr, ALL_S: tl.constexpr,
+    ALL_B: tl.constexpr, ALL_H: tl.constexpr, ALL_T: tl.constexpr,
 ):  # fmt: skip
-    """ALL_*: the bias is broadcast along that dimension and the program walks all of it."""
+    """ALL_*: the bias is broadcast along that dimension and the program walks all of it. Never along the keys."""
     pid = tl.program_id(0)
-    wide: tl.constexpr = 1 if ALL_S else N
     high: tl.constexpr = 1 if ALL_T else M
     tiles_s = tl.cdiv(S, N)
     tiles_t = tl.cdiv(T, M)
-    own_s = 1 if ALL_S else tiles_s
     own_t = 1 if ALL_T else tiles_t
     own_h = 1 if ALL_H else H
-    tile_s = pid % own_s
-    tile_t = pid // own_s % own_t
-    head = pid // own_s // own_t % own_h
-    batch = pid // own_s // own_t // own_h
+    tile_s = pid % tiles_s
+    tile_t = pid // tiles_s % own_t
+    head = pid // tiles_s // own_t % own_h
+    batch = pid // tiles_s // own_t // own_h
+    key = tile_s * N
+    j = key + tl.arange(0, N)
     k_at = scores.offsets(N, stride_ks, stride_kd, PAD, UNIT, WIDE)
     v_at = scores.offsets(N, stride_vs, stride_vd, PAD_V, UNIT, WIDE)
     q_at = scores.offsets(M, stride_qt, stride_qd, PAD, UNIT, WIDE)
@@ -58,30 +58,23 @@ def attention_dbias(
             )
             lse = scores.load_lse(lse_ptr + at, i, live)
             delta = tl.load(delta_ptr + at + i, mask=live, other=0.0)
-            for across in range(tiles_s if ALL_S else 1):
-                key = (tile_s + across) * N
-                j = key + tl.arange(0, N)
-                see = (j[None, :] >= lo[:, None]) & (j[None, :] < hi[:, None])
-                ok = tl.max(see.to(tl.int32), 0) > 0
-                k = scores.load(k_head, key, k_at, stride_ks, ok, D, PAD, UNIT, True)
-                v = scores.load(v_head, key, v_at, stride_vs, ok, DV, PAD_V, UNIT, True)
-                s = dot(q, tl.trans(k)) * scale
-                if cap is not None:
-                    s = scores.tanh(s) * cap
-                bias = bias_ptr + b * stride_bb + h * stride_bh
-                s = scores.add_bias(s, bias, stride_bt, stride_bs, i[:, None], j[None, :], T, S)
-                d_p = dot(g, tl.trans(v))
-                if seed_ptr is not None:
-                    d_p = tl.where(scores.kept(seed_ptr, threshold, b * H + h, i, key, N), d_p * inv_keep, 0.0)
-                acc += tl.where(see, tl.exp2(s - lse[:, None]) * (d_p - delta[:, None]), 0.0)
+            see = (j[None, :] >= lo[:, None]) & (j[None, :] < hi[:, None])
+            ok = tl.max(see.to(tl.int32), 0) > 0
+            k = scores.load(k_head, key, k_at, stride_ks, ok, D, PAD, UNIT, True)
+            v = scores.load(v_head, key, v_at, stride_vs, ok, DV, PAD_V, UNIT, True)
+            s = dot(q, tl.trans(k)) * scale
+            if cap is not None:
+                s = scores.tanh(s) * cap
+            bias = bias_ptr + b * stride_bb + h * stride_bh
+            s = scores.add_bias(s, bias, stride_bt, stride_bs, i[:, None], j[None, :], T, S)
+            d_p = dot(g, tl.trans(v))
+            if seed_ptr is not None:
+                d_p = tl.where(scores.kept(seed_ptr, threshold, b * H + h, i, key, N), d_p * inv_keep, 0.0)
+            acc += tl.where(see, tl.exp2(s - lse[:, None]) * (d_p - delta[:, None]), 0.0)
     if ALL_T:
         acc = tl.sum(acc, 0, keep_dims=True)
-    if ALL_S:
-        acc = tl.sum(acc, 1, keep_dims=True)
     i = tile_t * M + tl.arange(0, high)
-    j = tile_s * N + tl.arange(0, wide)
-    width = 1 if ALL_S else S
     height = 1 if ALL_T else T
     base = (tl.cast(batch, tl.int64) * own_h + head) * height
-    at = d_bias_ptr + (base + i)[:, None] * width + j[None, :]
-    tl.store(at, acc.to(d_bias_ptr.dtype.element_ty), mask=(i < height)[:, None] & (j < width)[None, :])
+    at = d_bias_ptr + (base + i)[:, None] * S + j[None, :]
+    tl.store(at, acc.to(d_bias_ptr.dtype.element_ty), mask=(i < height)[:, None] & (j < S)[None, :])
