@@ -38,7 +38,7 @@ CHECK_BYTES = {"cpu": 1e8, "cuda": 2e9}
 ROW_DIMS = ("B", "T", "S", "M")
 COLUMNS = (
     "op", "case", "shape", "dtype", "device", "pass", "peer", "status", "why", "median_ms", "p10_ms", "p90_ms",
-    "launches", "launched_by", "eager_ms", "tflop_s", "gb_s", "peak_bytes", "max_error", "roof_copy_gb_s",
+    "launches", "eager_ms", "tflop_s", "gb_s", "peak_bytes", "max_error", "roof_copy_gb_s",
     "roof_matmul_tflop_s", "machine", "date", "commit", "torch", "triton", "threads",
 )  # fmt: skip
 
@@ -228,10 +228,11 @@ def bench_case(cases, case: Case, peers: tuple[Peer, ...], dtype: torch.dtype, t
                     broken[e.name] = reason_of(failed)
         times: dict[str, timing.Time] = {}
         eager: dict[str, timing.Time] = {}
-        graphs: dict[str, str] = {}
         if target.timed and not red:
             eager = timing.interleaved(runnable, device, seconds)
-            times, graphs = _graph_times(runnable, eager, device, seconds)
+            times = eager
+            if device == "cuda":
+                times = timing.interleaved(runnable, device, seconds, held=timing.held_for(runnable))
         for e in found:
             row: dict[str, Any] = {"pass": which, "peer": e.name, "status": e.status, "why": e.why}
             row["max_error"] = e.max_error
@@ -239,7 +240,7 @@ def bench_case(cases, case: Case, peers: tuple[Peer, ...], dtype: torch.dtype, t
                 row.update(status="failed", why=broken[e.name])
             elif e.name in runnable:
                 row["peak_bytes"] = peaks[e.name]
-                row.update(_times(e.name, eager, times, graphs))
+                row.update(_times(e.name, eager, times))
                 row.update(_rates(cases, case, dtype, which, which == passes[-1], row.get("median_ms")))
                 if red:
                     row["why"] = "not timed: riftco is wrong here"
@@ -248,28 +249,14 @@ def bench_case(cases, case: Case, peers: tuple[Peer, ...], dtype: torch.dtype, t
             yield row
 
 
-def _graph_times(runnable, eager, device: str, seconds: float):
-    """(times of CUDA graph replays, name -> why there is none) of a row that is short enough to need them."""
-    if device != "cuda":
-        return {}, {}
-    replays, why = {}, {}
-    if min((t.median_ms for t in eager.values()), default=0.0) < timing.GRAPH_BELOW_MS:  # all of a row or none
-        for name in eager:
-            try:
-                replays[name] = timing.graphed(runnable[name])
-            except RuntimeError as failed:
-                why[name] = f"no graph: {reason_of(failed)}"
-    return (timing.interleaved(replays, device, seconds) if replays else {}), why
-
-
-def _times(name: str, eager, times, graphs) -> dict[str, Any]:
-    if name not in eager:
+def _times(name: str, eager, times) -> dict[str, Any]:
+    """Of the GPU's work, and `eager_ms` of a launch on an idle GPU, which waits for the host besides."""
+    if name not in times:
         return {}
-    t = times.get(name, eager[name])
+    t = times[name]
     return {
         "median_ms": t.median_ms, "p10_ms": t.p10_ms, "p90_ms": t.p90_ms, "launches": t.launches,
-        "launched_by": "graph" if name in times else "eager", "eager_ms": eager[name].median_ms,
-        "why": graphs.get(name, ""),
+        "eager_ms": eager[name].median_ms,
     }  # fmt: skip
 
 

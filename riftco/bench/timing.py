@@ -1,4 +1,4 @@
-"""Launches interleaved in rotating order with cold caches, CUDA graphs for the short ones, peak bytes, roofs."""
+"""Launches interleaved in rotating order with cold caches, without the host's own time, peak bytes, roofs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-GRAPH_BELOW_MS = 0.5  # a launch from Python costs tens of microseconds: shorter work is replayed as a CUDA graph
 WARM_UP = 3
+CYCLES_PER_MS = 2_000_000  # of a GPU's clock, the fastest
+LONGEST_HOLD_MS = 20.0
 
 
 @dataclass(frozen=True)
@@ -38,34 +39,43 @@ class Flush:
 
 
 def interleaved(
-    functions: Mapping[str, Callable[[], object]], device: str, seconds: float, least: int = 5, most: int = 100
-) -> dict[str, Time]:
+    functions: Mapping[str, Callable[[], object]], device: str, seconds: float, least: int = 5, most: int = 100,
+    held: Mapping[str, float] | None = None,
+) -> dict[str, Time]:  # fmt: skip
     """Each function's times; in every round each one is launched once, the first of the round rotating.
 
     Args:
         functions: name -> what is timed.
         device: "cpu" or "cuda".
         seconds: about how long all rounds together may take; at least `least` rounds run.
+        held: name -> milliseconds for which the GPU waits before each launch, so that the host has queued all of the
+            work before the clock starts. A function that itself waits for the GPU is not helped by this.
     """
-    names, flush = list(functions), Flush(device)
+    names, flush, held = list(functions), Flush(device), held or {}
+
+    def once(name: str) -> float:
+        return _once(functions[name], flush, device, held.get(name, 0.0))
+
     start = time.perf_counter()
     for name in names:
-        _once(functions[name], flush, device)
+        once(name)
     rounds = max(least, min(most, int(seconds / max(time.perf_counter() - start, 1e-9))))
     for _ in range(min(WARM_UP, rounds) - 1):
         for name in names:
-            _once(functions[name], flush, device)
+            once(name)
     samples: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds):
         shift = turn % max(len(names), 1)
         for name in names[shift:] + names[:shift]:
-            samples[name].append(_once(functions[name], flush, device))
+            samples[name].append(once(name))
     return {name: summary(times) for name, times in samples.items()}
 
 
-def _once(function: Callable[[], object], flush: Flush, device: str) -> float:
+def _once(function: Callable[[], object], flush: Flush, device: str, hold_ms: float) -> float:
     """Milliseconds of one launch with cold caches."""
     flush()
+    if hold_ms:
+        torch.cuda._sleep(int(CYCLES_PER_MS * hold_ms))
     if device != "cuda":
         start = time.perf_counter()
         function()
@@ -78,18 +88,19 @@ def _once(function: Callable[[], object], flush: Flush, device: str) -> float:
     return begin.elapsed_time(end)
 
 
-def graphed(function: Callable[[], object]) -> Callable[[], None]:
-    """`function` captured as a CUDA graph. Raises RuntimeError where it cannot be captured (it waits for the host)."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(WARM_UP):
-            function()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph.replay
+def host_ms(function: Callable[[], object]) -> float:
+    """How long the host takes to launch `function`'s work on an idle GPU; all of the work, where it waits for it."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    function()
+    passed = 1e3 * (time.perf_counter() - start)
+    torch.cuda.synchronize()
+    return passed
+
+
+def held_for(functions: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """`held` of `interleaved`: twice what the host needed to launch each function, at most LONGEST_HOLD_MS."""
+    return {n: min(LONGEST_HOLD_MS, 2 * min(host_ms(f) for _ in range(WARM_UP))) for n, f in functions.items()}
 
 
 def peak_bytes(function: Callable[[], object], device: str) -> int:

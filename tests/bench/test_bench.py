@@ -196,11 +196,11 @@ def test_summary():
 
 
 @pytest.mark.gpu
-def test_short_work_is_replayed_as_a_graph(tmp_path):
+def test_time_of_short_work_is_the_device_s(tmp_path):
     out = tmp_path / "gpu.csv"
     assert run.main(["rms_norm", "--scale", "64", "--seconds", "0.1", "--peers", "torch eager", "--out", str(out)]) == 0
     rows = [r for r in plot.read(out) if r["status"] == "ok"]
-    assert {r["launched_by"] for r in rows} == {"graph"} and all(r["eager_ms"] for r in rows)
+    assert rows and all(0 < float(r["median_ms"]) < float(r["eager_ms"]) for r in rows if r["peer"] == "riftco")
 
 
 def test_entry_script():

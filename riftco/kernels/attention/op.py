@@ -91,11 +91,11 @@ class Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_out, d_lse):
         need = ctx.needs_input_grad[:5]
-        *_, out, lse, _, _, _, bias, sinks, _ = ctx.saved_tensors
+        *_, out, lse, _, _, _, bias, sinks, _ = saved = ctx.saved_tensors  # checkpointing lets it be read once
         d_out = torch.zeros_like(out) if d_out is None else d_out
         start, of_rows = ctx.kv_grad_start, need[3] and bias.shape[-1] == 1
         asked = (*need[:3], need[3] and not of_rows, need[4])
-        *grads, delta, _ = bwd(d_out, d_lse, *ctx.saved_tensors, *ctx.options, start, ctx.deterministic, *asked)
+        *grads, delta, _ = bwd(d_out, d_lse, *saved, *ctx.options, start, ctx.deterministic, *asked)
         d_q, d_k, d_v, d_bias, d_sinks = (g if n else None for g, n in zip(grads, asked))
         if of_rows:
             d_bias = spec.row_bias_gradient(bias, sinks, lse, delta, d_lse)
