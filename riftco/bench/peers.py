@@ -184,6 +184,7 @@ def _flex(cases) -> Call:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch.compiler.reset()
+    torch._functorch.config.donated_buffer = False  # else its backward runs once a forward
     run = torch.compile(flex_attention, dynamic=False)
     masks: dict = {}
 

@@ -80,11 +80,12 @@ def cases_of(op: str):
     return importlib.import_module(f"riftco.kernels.{op}.cases")
 
 
-def scaled(case: Case, scale: int) -> Case:
-    """The case with its rows divided by `scale`, at least 16 of them; packed cases keep theirs."""
+def scaled(cases, case: Case, scale: int) -> Case:
+    """The case with its rows divided by `scale`, at least 16 of them. A case whose options hold tuples (documents,
+    shapes of masks) keeps its rows, unless its room says how they follow: `resized`."""
     shape = dict(case.shape)
-    fixed = any(isinstance(v, tuple) for v in case.options.values())
-    while scale > 1 and not fixed:
+    resized = getattr(cases, "resized", _same_options)
+    while scale > 1:
         largest = max((shape[d] for d in ROW_DIMS if d in shape), default=1)
         if largest < 32:
             break
@@ -92,16 +93,23 @@ def scaled(case: Case, scale: int) -> Case:
             if shape.get(d) == largest:
                 shape[d] = largest // 2
         scale //= 2
-    return dataclasses.replace(case, shape=shape)
+    return resized(case, shape)
+
+
+def _same_options(case: Case, shape: dict[str, int]) -> Case:
+    fixed = any(isinstance(v, tuple) for v in case.options.values())
+    return case if fixed else dataclasses.replace(case, shape=shape)
 
 
 def small(cases, case: Case, device: str) -> Case:
     """The case with so few rows that the spec in float64 takes no longer than the bench itself."""
 
-    def heavy(c: Case) -> bool:
-        return cases.flops(c) > CHECK_FLOPS[device] or cases.bytes_moved(c, torch.float64) > CHECK_BYTES[device]
+    flops = getattr(cases, "spec_flops", cases.flops)
 
-    while heavy(case) and (fewer := scaled(case, 2)).shape != case.shape:
+    def heavy(c: Case) -> bool:
+        return flops(c) > CHECK_FLOPS[device] or cases.bytes_moved(c, torch.float64) > CHECK_BYTES[device]
+
+    while heavy(case) and (fewer := scaled(cases, case, 2)).shape != case.shape:
         case = fewer
     return case
 
@@ -305,7 +313,7 @@ def bench(ops, target: Target, dtype: torch.dtype, options, write: Callable[[dic
             continue
         peers = tuple(p for p in peers_of(op) if options.peers is None or p.name in options.peers)
         for full in cases.CASES if options.cases == "tests" else cases.BENCH:
-            case = scaled(full, options.scale)
+            case = scaled(cases, full, options.scale)
             shape = " ".join(f"{k}{v}" for k, v in case.shape.items())
             print(f"{op}: {case.name}, {shape}, {common['dtype']}")
             named = {"op": op, "case": case.name, "shape": shape}

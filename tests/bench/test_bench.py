@@ -9,6 +9,7 @@ import torch
 
 from riftco.bench import peers, plot, run, timing
 from riftco.kernels._cases import Case
+from riftco.kernels.attention import cases as attention_cases
 from riftco.kernels.rms_norm import cases as norm_cases
 
 EXACT = peers.Peer("exact", lambda cases: cases.reference)
@@ -164,10 +165,15 @@ def test_a_peer_that_overwrites_its_inputs_spoils_nobody_elses(monkeypatch):
 
 def test_scaling_keeps_what_belongs_together():
     case = Case("c", dict(B=1, T=4096, S=4096, V=100))
-    assert run.scaled(case, 8).shape == dict(B=1, T=512, S=512, V=100)
-    assert run.scaled(case, 10**9).shape == dict(B=1, T=16, S=16, V=100)
-    packed = Case("p", dict(T=4096), dict(cu_q=(0, 4096)))
-    assert run.scaled(packed, 8) == packed
+    assert run.scaled(norm_cases, case, 8).shape == dict(B=1, T=512, S=512, V=100)
+    assert run.scaled(norm_cases, case, 10**9).shape == dict(B=1, T=16, S=16, V=100)
+    packed = Case("p", dict(T=4096, S=4096), dict(cu_q=(0, 1024, 4096), kv_grad_start=3072, window=(9, None)))
+    assert run.scaled(norm_cases, packed, 8) == packed
+    assert run.scaled(attention_cases, packed, 4) == Case(
+        "p", dict(T=1024, S=1024), dict(cu_q=(0, 256, 1024), kv_grad_start=768, window=(9, None))
+    )
+    masked = Case("m", dict(B=2, T=64, S=64), dict(mask=(2, 1, 64, 64)))
+    assert run.scaled(attention_cases, masked, 2) == masked
 
 
 def test_launches_are_interleaved_and_the_order_rotates():

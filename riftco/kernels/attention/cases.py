@@ -1,5 +1,6 @@
 """Inputs of attention for the conformance test and the bench. B, T, S, H, K, D, DV as in op.py."""
 
+import dataclasses
 from unittest import mock
 
 import torch
@@ -112,12 +113,26 @@ BENCH = (
             128,
         ),
     ),
-    Case("packed, 8192 of one token", *_documents(tuple(range(8193)), 16, 16, 128)),
+    Case("packed, 4096 of one token, 4 of 1024", *_documents((*range(4096), *range(4096, 8193, 1024)), 16, 16, 128)),
     Case("window of 1024", _square(1, 16384, 16, 16, 128), dict(causal=True, window=(1023, None))),
     Case("gradients of the last 8th of the keys", _square(2, 8192, 16, 16, 128), dict(causal=True, kv_grad_start=7168)),
     Case("A1.6", dict(B=1, T=256, S=2048, H=16, K=4, D=256, DV=256), CAUSAL),
     Case("SmolLM2", _square(4, 2048, 9, 3, 64), CAUSAL),
 )
+
+
+def resized(case: Case, shape: dict[str, int]) -> Case:
+    """The case with other numbers of rows: documents and kv_grad_start in proportion, windows as they are."""
+    if case.options.keys() & {"bias", "mask", "k_lens"}:
+        return case
+    options = dict(case.options)
+    for name, rows in (("cu_q", "T"), ("cu_k", "S"), ("kv_grad_start", "S")):
+        old = options.get(name)
+        if isinstance(old, tuple):
+            options[name] = tuple(n * shape[rows] // case.shape[rows] for n in old)
+        elif old:
+            options[name] = old * shape[rows] // case.shape[rows]
+    return dataclasses.replace(case, shape=shape, options=options)
 
 
 def make_inputs(case: Case, generator: torch.Generator) -> dict[str, Tensor]:
@@ -241,6 +256,12 @@ def forward_flops(case: Case) -> int:
 def flops(case: Case) -> int:
     """Two matmuls forward and five backward over the scores that the mask leaves; kv_grad_start counts as none."""
     return forward_flops(case) + _scores(case) * 2 * (3 * case.shape["D"] + 2 * case.shape["DV"])
+
+
+def spec_flops(case: Case) -> int:
+    """What the spec does, which makes every score and hides some."""
+    c = case.shape
+    return c.get("B", 1) * c["T"] * c["S"] * c["H"] * 2 * (4 * c["D"] + 3 * c["DV"])
 
 
 def bytes_moved(case: Case, dtype: torch.dtype) -> int:
