@@ -18,7 +18,7 @@ import torch
 from riftco import tpu
 from riftco.kernels import ROOMS, _contract
 from riftco.kernels._cases import Case
-from riftco.kernels._check import inputs_of, outputs_and_grads, to, within_budget
+from riftco.kernels._check import inputs_of, loss_on, outputs_and_grads, to, within_budget
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,6 @@ class Device:
     torch_device: str
     impl: str | None  # RIFTCO_IMPL under which its cases run
     probe: Callable[[], str]  # "" when it can run here, else why not
-    loss: float = 2  # how many times what the spec loses in float32 on the CPU may be lost here
 
     @functools.cached_property
     def why_not(self) -> str:
@@ -62,13 +61,12 @@ def _xla() -> str:
     return ""
 
 
-# loss 4: the float32 products of XLA and of Triton's ieee dot are summed in plain order, PyTorch's on a CPU in blocks
 DEVICES = (
     Device("cpu", "cpu", None, lambda: ""),
     Device("cpu-triton", "cpu", "triton", _triton),
     Device("mps-emulated", "cpu", "metal", _metal),
-    Device("cuda", "cuda", None, lambda: "" if torch.cuda.is_available() else "no CUDA device", loss=4),
-    Device("xla", tpu.DEVICE_TYPE, None, _xla, loss=4),
+    Device("cuda", "cuda", None, lambda: "" if torch.cuda.is_available() else "no CUDA device"),
+    Device("xla", tpu.DEVICE_TYPE, None, _xla),
 )
 MARKS = {"cuda": pytest.mark.gpu, "xla": pytest.mark.xla}
 
@@ -101,7 +99,8 @@ def check_case(cases, case: Case, dtype: torch.dtype, device: Device, seed: int 
     assert got.keys() == oracle.keys()
     for name in oracle:
         value = spoil(got[name]) if spoil else got[name]
-        within_budget(name, value, oracle[name], near[name], dtype, cases.ROUNDINGS.get(name, 0), loss=device.loss)
+        roundings, loss = cases.ROUNDINGS.get(name, 0), loss_on(device.torch_device)
+        within_budget(name, value, oracle[name], near[name], dtype, roundings, loss=loss)
 
 
 @contextlib.contextmanager

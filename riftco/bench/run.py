@@ -119,6 +119,7 @@ class Truth:
 
     def __init__(self, cases, case: Case, dtype: torch.dtype, device: str):
         self.cases, self.case, self.dtype, self.device = cases, case, dtype, device
+        self.loss = _check.loss_on(device)
         self.inputs = _check.inputs_of(cases, case, dtype, 0, device)
         self.oracle, self.near = (self._run(cases.reference, d) for d in (torch.float64, torch.float32))
 
@@ -136,7 +137,7 @@ class Truth:
             raise _check.OutOfBudget("no outputs")
         roundings = self.cases.ROUNDINGS
         return max(
-            _check.within_budget(n, t, self.oracle[n], self.near[n], self.dtype, roundings.get(n, 0), slack)
+            _check.within_budget(n, t, self.oracle[n], self.near[n], self.dtype, roundings.get(n, 0), slack, self.loss)
             for n, t in got.items()
         )
 

@@ -5,7 +5,7 @@ import support
 import torch
 
 from riftco.functional import attention
-from riftco.kernels._check import inputs_of, outputs_and_grads, to, within_budget
+from riftco.kernels._check import inputs_of, loss_on, outputs_and_grads, to, within_budget
 from riftco.kernels.attention import cases
 
 DEVICES = support.device_params(("cpu", "cuda"))
@@ -25,7 +25,8 @@ def test_materialized_is_the_spec(case, dtype, device):
     near = outputs_and_grads(cases.reference, cases, case, to(inputs, torch.float32, "cpu"))
     got = outputs_and_grads(materialized, cases, case, to(inputs, dtype, device.torch_device))
     for name in oracle:
-        within_budget(name, got[name], oracle[name], near[name], dtype, cases.ROUNDINGS.get(name, 0), loss=device.loss)
+        roundings, loss = cases.ROUNDINGS.get(name, 0), loss_on(device.torch_device)
+        within_budget(name, got[name], oracle[name], near[name], dtype, roundings, loss=loss)
 
 
 def test_what_is_kept():
