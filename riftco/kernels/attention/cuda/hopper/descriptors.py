@@ -11,6 +11,8 @@ rows from `start`, the coordinates (2^30, start + length, head, 2^30 - length + 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -49,6 +51,7 @@ def why_not(t: Tensor) -> str:
     return ""
 
 
+@functools.cache
 def layout(rank: int) -> gl.NVMMASharedLayout:
     """A tile in shared memory as wgmma reads it: 64 columns of 16 bits a row, swizzled by 128 bytes."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
