@@ -27,6 +27,7 @@ inline void cross_entropy_fwd(std::string source, const Tensor& logits, const Te
                               const std::optional<Tensor>& row_weight, Tensor loss, Tensor lse, int64_t ignore_index,
                               int64_t inner, int64_t stride_outer, int64_t stride_inner) {
   check_cross_entropy(logits, target, row_weight);
+  TORCH_CHECK(lse.is_contiguous() && lse.numel() == 2 * target.numel(), "two numbers a row in lse");
   const CrossEntropyParams params{{inner, stride_outer, stride_inner}, logits.stride(-1), 0, target.numel(),
                                   logits.size(-1), ignore_index, row_weight.has_value()};
   const auto f = kernel(source, "cross_entropy_fwd_" + suffix(logits) + "_" + suffix(target));
@@ -48,8 +49,9 @@ inline void cross_entropy_bwd(std::string source, const Tensor& d_loss, const Te
                               Tensor d_logits, int64_t ignore_index, int64_t inner, int64_t stride_outer,
                               int64_t stride_inner, int64_t stride_d_loss) {
   check_cross_entropy(logits, target, row_weight);
-  TORCH_CHECK(lse.is_contiguous() && d_logits.is_contiguous() && d_logits.scalar_type() == logits.scalar_type(),
-              "contiguous lse, and d_logits of logits' dtype");
+  TORCH_CHECK(lse.is_contiguous() && lse.numel() == 2 * target.numel() && d_logits.is_contiguous() &&
+                  d_logits.scalar_type() == logits.scalar_type(),
+              "contiguous lse of two numbers a row, and d_logits of logits' dtype");
   const CrossEntropyParams params{{inner, stride_outer, stride_inner}, logits.stride(-1), stride_d_loss,
                                   target.numel(), logits.size(-1), ignore_index, row_weight.has_value()};
   const auto f = kernel(source, "cross_entropy_bwd_" + suffix(logits) + "_" + suffix(target));

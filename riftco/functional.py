@@ -17,7 +17,13 @@ from .kernels.attention import (
 from .kernels.attention.probe import attention_backward
 from .kernels.cached_attention.cache import Cache, CacheLayer
 from .kernels.cached_attention.op import attention_with_cache
-from .kernels.cross_entropy.op import cross_entropy
+from .kernels.cross_entropy import (
+    cross_entropy,
+    cross_entropy_time_range,
+    per_token_logprobs,
+    topk_cross_entropy,
+    torch_cross_entropy,
+)
 from .kernels.linear_cross_entropy.op import linear_cross_entropy
 from .kernels.lora_linear.op import lora_linear
 from .kernels.nf4.op import dequantize_nf4, nf4_linear
@@ -38,6 +44,7 @@ __all__ = [
     "attention_backward",
     "attention_with_cache",
     "cross_entropy",
+    "cross_entropy_time_range",
     "dequantize_nf4",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
@@ -50,6 +57,7 @@ __all__ = [
     "linear_cross_entropy",
     "lora_linear",
     "nf4_linear",
+    "per_token_logprobs",
     "quantize_nf4",
     "rms_norm",
     "rope",
@@ -57,5 +65,7 @@ __all__ = [
     "rope_tables",
     "scaled_dot_product_attention",
     "swiglu",
+    "topk_cross_entropy",
+    "torch_cross_entropy",
     "varlen_attn",
 ]

@@ -19,6 +19,18 @@ inline bool is_live(long y, float w, constant CrossEntropyParams& p) {
   return y != p.ignore_index && y >= 0 && w != 0.0f;
 }
 
+// log(1 + x) for x >= 0 and exp(x) - 1 for x <= 0, to float's accuracy: Metal has neither.
+inline float log_1p(float x) {
+  const float w = 1.0f + x;
+  if (w == 1.0f) return x;
+  return x < 1.0f ? precise::log(w) * (x / (w - 1.0f)) : precise::log(w);
+}
+inline float exp_m1(float x) {
+  if (x < -0.125f) return precise::exp(x) - 1.0f;
+  return x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6)))));
+}
+
+// `lse` holds two numbers a row: the shift (its maximum) at n, the logarithm of the sum of exp(x - shift) at N + n.
 template <typename T, typename Label>
 [[kernel]] void cross_entropy_fwd(
     device const T* logits [[buffer(0)]],
@@ -41,7 +53,7 @@ template <typename T, typename Label>
     if (!is_live(y, w, p)) {  // the same for all threads, so that no barrier diverges
       if (thread_index == 0) {
         loss[n] = 0.0f;
-        lse[n] = 0.0f;
+        lse[n] = lse[p.N + n] = 0.0f;
       }
       continue;
     }
@@ -50,14 +62,17 @@ template <typename T, typename Label>
     for (long v = thread_index; v < p.V; v += threads) {
       const float x = float(row[v * p.stride_v]);
       part = rescaled(part, max(part.largest, x));
-      part.sum += precise::exp(x - shift(part.largest));
+      part.sum += v == y ? 0.0f : precise::exp(x - shift(part.largest));  // the label's part would hide the others'
     }
     const MaxSum all = threadgroup_max_sum(part, shared, lane, simdgroup, simdgroups);
     if (thread_index == 0) {
-      const float row_lse = shift(all.largest) + precise::log(all.sum);
-      const float picked = y < p.V ? float(row[y * p.stride_v]) : NAN;
-      loss[n] = (row_lse - picked) * w;
-      lse[n] = row_lse;
+      const float top = shift(all.largest);
+      const float picked = y < p.V ? float(row[y * p.stride_v]) - top : NAN;
+      const float total = all.sum + (y < p.V ? precise::exp(picked) : 0.0f);
+      const float log_total = picked == 0.0f ? log_1p(all.sum) : precise::log(total);
+      loss[n] = (log_total - picked) * w;
+      lse[n] = top;
+      lse[p.N + n] = log_total;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);  // the next row reuses `shared`
   }
@@ -85,11 +100,11 @@ template <typename T, typename Label>
       continue;
     }
     device const T* row = logits + row_offset(p.logits, n);
-    const float row_lse = lse[n];
+    const float top = lse[n], log_total = lse[p.N + n];
     const float scale = y < p.V ? d_loss[n * p.stride_d_loss] * w : NAN;
     for (long v = thread_index; v < p.V; v += threads) {
-      const float probability = precise::exp(float(row[v * p.stride_v]) - row_lse);
-      out[v] = T((probability - (v == y ? 1.0f : 0.0f)) * scale);
+      const float log_p = (float(row[v * p.stride_v]) - top) - log_total;
+      out[v] = T((v == y ? exp_m1(log_p) : precise::exp(log_p)) * scale);
     }
   }
 }

@@ -3,7 +3,7 @@
 from ..kernels.attention.module import Attention
 from ..kernels.attention.multihead import MultiheadAttention
 from ..kernels.cached_attention.module import CachedAttention
-from ..kernels.cross_entropy.module import CrossEntropyLoss
+from ..kernels.cross_entropy.module import CrossEntropyLoss, LigerCrossEntropyLoss
 from ..kernels.linear_cross_entropy.module import LinearCrossEntropyLoss
 from ..kernels.lora_linear.module import LoRALinear
 from ..kernels.nf4.module import NF4Linear
@@ -15,6 +15,7 @@ __all__ = [
     "Attention",
     "CachedAttention",
     "CrossEntropyLoss",
+    "LigerCrossEntropyLoss",
     "LinearCrossEntropyLoss",
     "LoRALinear",
     "MultiheadAttention",

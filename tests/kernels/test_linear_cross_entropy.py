@@ -76,10 +76,12 @@ def test_gradient_in_place(launcher):
     w, d_loss = torch.tensor([1.0, 0.5, 1.0, 2.0, 1.0, 0.0]), torch.randn(6)
     for row_weight in (None, w):
         for upstream in (None, d_loss, d_loss[:1].expand(6)):
-            want = launcher.forward(logits, y, row_weight, -100)
-            d = launcher.backward(torch.ones(6) if upstream is None else upstream, logits, y, row_weight, want[1], -100)
+            rows, options = (y, row_weight, None), (-100, 0.0, 0.0, 0.0, 1.0)
+            want = launcher.forward(logits, *rows, *options, False)
+            ups = torch.ones(6) if upstream is None else upstream
+            d = launcher.backward(ups, None, logits, *rows, want[1], want[2], *options)
             buffer = logits.clone()
-            got = launcher.forward_backward_(buffer, y, row_weight, upstream, -100)
+            got = launcher.forward_backward_(buffer, *rows, upstream, *options, False)
             for a, b in zip((*got, buffer), (*want, d), strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, equal_nan=True)
 
@@ -413,7 +415,7 @@ def test_errors(monkeypatch):
         linear_cross_entropy(x, weight, y)
 
 
-SLICES, KERNEL = "riftco.kernels.linear_cross_entropy.slices", "riftco.kernels.cross_entropy.cuda"
+SLICES, KERNEL = "riftco.kernels.linear_cross_entropy.slices", "riftco.kernels.cross_entropy.cuda.rows"
 
 
 @pytest.mark.parametrize(
@@ -424,10 +426,11 @@ SLICES, KERNEL = "riftco.kernels.linear_cross_entropy.slices", "riftco.kernels.c
         (SLICES, "d_bias += logits", "d_bias = logits", "row weights and bias"),
         (SLICES, "d_x.index_copy_(0, where,", "d_x[: len(where)].copy_(", "shift"),
         (SLICES, "live.logical_not().byte()", "live.byte()", "n_labelled"),
-        (KERNEL, "(p - tl.where(v == y, 1.0, 0.0))", "(p)", "many slices"),
-        (KERNEL, "(picked - m)) * w", "(picked - m))", "row weights and bias"),
-        (KERNEL, "upstream * w, float", "upstream, float", "row weights and bias"),
-        (KERNEL, "upstream = tl.load(d_loss_ptr + n * stride_d)", "upstream = tl.load(d_loss_ptr)", "one slice"),
+        (KERNEL, "tl.store(g_row + y * stride_g, hot", "tl.store(g_row + y * stride_g, a", "many slices"),
+        (KERNEL, "lse * lse) * row_weight", "lse * lse)", "row weights and bias"),
+        (KERNEL, "else 1.0) * row_weight * scale", "else 1.0) * scale", "row weights and bias"),
+        (KERNEL, "tl.load(up_ptr + n * stride_up).to(tl.float32) if HAS_UP else 1.0",
+         "tl.load(up_ptr).to(tl.float32) if HAS_UP else 1.0", "one slice"),
     ],
 )  # fmt: skip
 def test_planted_bugs(module, old, new, case):

@@ -60,9 +60,9 @@ def replay(launch, sanitizer: str, seed: int = 0):
 @pytest.mark.parametrize(
     "old,new,case",
     [
-        ("probability - (v == y", "probability + (v == y", "odd sizes"),
+        ("? exp_m1(log_p) :", "? -exp_m1(log_p) :", "odd sizes"),
         ("part.sum * precise::exp(part.largest - shift(largest))", "part.sum", "several blocks of V"),
-        ("(row_lse - picked) * w;", "row_lse - picked;", "row weights, none"),
+        ("(log_total - picked) * w;", "log_total - picked;", "row weights, none"),
         ("d_loss[n * p.stride_d_loss]", "d_loss[0]", "odd sizes"),
         ("y >= 0 && ", "", "ignore_index 0, int32"),
         ("if (lane < simdgroups) all", "all", "odd sizes"),  # reads what nobody wrote: NaN
@@ -168,7 +168,8 @@ support.check_case(cases, next(c for c in cases.CASES if c.name == "odd sizes"),
 """
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert done.returncode == 1 and caught in done.stderr, done.stderr
+    # swapped outputs also write past the smaller one, which the allocator may notice at the end
+    assert done.returncode != 0 and caught in done.stderr, done.stderr
 
 
 def test_more_rows_than_threadgroups():
@@ -199,5 +200,5 @@ def test_a_failed_launch_says_why():
     x = torch.randn(2, 4)
     with pytest.raises(RuntimeError, match=r"Failed to create metal library, error: no kernel"):
         riftco.metal.ops().cross_entropy_fwd(
-            "#include <metal_stdlib>\n", x, torch.zeros(2, dtype=torch.long), None, x, x, -100, 1, 0, 4
+            "#include <metal_stdlib>\n", x, torch.zeros(2, dtype=torch.long), None, x, torch.empty(2, 2), -100, 1, 0, 4
         )

@@ -49,12 +49,17 @@ def test_the_launcher_is_the_spec(dtype, weighted):
     w = w if weighted else None
     d_loss = torch.randn(10)
     for ignore_index in (-100, 3):
-        loss, lse = launcher.forward(x, y, w, ignore_index)
-        want, want_lse = spec.forward(x, y, w, ignore_index)
-        torch.testing.assert_close(loss, want, equal_nan=True)
-        torch.testing.assert_close(lse, want_lse, equal_nan=True)
-        got = launcher.backward(d_loss, x, y, w, want_lse, ignore_index)
-        torch.testing.assert_close(got, spec.backward(d_loss, x, y, w, want_lse, ignore_index), equal_nan=True)
+        for c, *options in ((None, 0.0, 0.0, 0.0, 1.0), (torch.rand(37, dtype=torch.float64), 0.1, 0.2, 3.0, 0.7)):
+            c = None if c is None else c.to(torch.promote_types(dtype, torch.float32))
+            rows = (y, w, c)
+            got = launcher.forward(x, *rows, ignore_index, *options, True)
+            want = spec.forward(x, *rows, ignore_index, *options, True)
+            for a, b in zip(got, want, strict=True):
+                torch.testing.assert_close(a, b, equal_nan=True)
+            stats = (*rows, want[1], want[2], ignore_index, *options)
+            for upstream in ((d_loss, None), (None, d_loss), (d_loss, d_loss)):
+                grads = [module.backward(*upstream, x, *stats) for module in (launcher, spec)]
+                torch.testing.assert_close(*grads, equal_nan=True)
 
 
 @xla

@@ -5,6 +5,10 @@ import functools
 from ..cross_entropy import cuda as cross_entropy
 from . import slices
 
-LOSS = slices.Loss(cross_entropy.forward, cross_entropy.forward_backward_, temporaries=lambda dtype: 0)
+LOSS = slices.Loss(
+    slices.losses_by(cross_entropy.forward),
+    slices.gradients_by(cross_entropy.forward_backward_),
+    temporaries=lambda dtype: 0,
+)
 forward = functools.partial(slices.forward, LOSS)
 backward = functools.partial(slices.backward, LOSS)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from .spec import live
 
+NO_OPTIONS = (0.0, 0.0, 0.0, 1.0)  # label_smoothing, z_loss, softcap, logit_scale of cross-entropy
+
 
 @dataclass(frozen=True)
 class Loss:
@@ -29,6 +31,27 @@ class Loss:
     temporaries: Callable[[torch.dtype], int]
     most_bytes: int | None = None
     host_counts: bool = False
+
+
+def losses_by(forward: Callable) -> Callable:
+    """`Loss.forward` of a cross-entropy launcher that takes every option."""
+
+    def losses(logits, target, row_weight, ignore_index):
+        loss, top, log_total, *_ = forward(logits, target, row_weight, None, ignore_index, *NO_OPTIONS, False)
+        return loss, top + log_total
+
+    return losses
+
+
+def gradients_by(forward_backward_: Callable) -> Callable:
+    """`Loss.forward_backward_` of a cross-entropy launcher that takes every option."""
+
+    def gradients(logits, target, row_weight, d_loss, ignore_index):
+        args = (logits, target, row_weight, None, d_loss, ignore_index, *NO_OPTIONS, False)
+        loss, top, log_total, *_ = forward_backward_(*args)
+        return loss, top + log_total
+
+    return gradients
 
 
 class Rows:

@@ -10,6 +10,8 @@ from torch import Tensor
 from ..cross_entropy.spec import backward as d_logits_of
 from ..cross_entropy.spec import forward as losses_of
 
+NO_OPTIONS = (0.0, 0.0, 0.0, 1.0)  # label_smoothing, z_loss, softcap, logit_scale of cross-entropy
+
 
 def forward(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, row_weight: Tensor | None,
@@ -20,7 +22,8 @@ def forward(
     A row without a label is not read: its x may hold NaN.
     """
     logits = F.linear(_live_rows(x, target, row_weight, ignore_index), weight, bias)
-    return losses_of(logits, target, row_weight, ignore_index)
+    loss, top, log_total, *_ = losses_of(logits, target, row_weight, None, ignore_index, *NO_OPTIONS, False)
+    return loss, top + log_total
 
 
 def backward(
@@ -34,15 +37,16 @@ def backward(
     """
     rows = _live_rows(x, target, row_weight, ignore_index)
     logits = F.linear(rows, weight, bias)
-    loss, lse = losses_of(logits, target, row_weight, ignore_index)
+    loss, top, log_total, *_ = losses_of(logits, target, row_weight, None, ignore_index, *NO_OPTIONS, False)
     upstream = torch.ones_like(loss) if d_loss is None else d_loss
-    g = d_logits_of(upstream, logits, target, row_weight, lse, ignore_index)
+    options = (ignore_index, *NO_OPTIONS)
+    g = d_logits_of(upstream, None, logits, target, row_weight, None, top, log_total, *options)
     wide = torch.promote_types(weight.dtype, accum_dtype)
     g2, x2 = g.reshape(target.numel(), weight.shape[0]), rows.reshape(target.numel(), weight.shape[1])
     d_x = (g2 @ weight).view(x.shape) if need_x else x.new_empty(0)
     d_weight = g2.to(wide).t() @ x2.to(wide) if need_weight else weight.new_empty(0, dtype=wide)
     d_bias = g2.to(loss.dtype).sum(0) if need_bias else loss.new_empty(0)
-    return loss, lse, d_x, d_weight, d_bias
+    return loss, top + log_total, d_x, d_weight, d_bias
 
 
 def live(target: Tensor, row_weight: Tensor | None, ignore_index: int) -> Tensor:

@@ -1,0 +1,214 @@
+"""One program a row: the loss alone, the loss and its gradient, or the gradient of rows whose statistics are known."""
+
+import triton
+import triton.language as tl
+
+from . import pieces
+from .pieces import LARGEST, opaque
+
+
+@triton.jit
+def _label(target_ptr, row_weight_ptr, n, ignore_index, HAS_ROW_WEIGHT: tl.constexpr):
+    y = tl.load(target_ptr + n).to(tl.int64)
+    w = tl.load(row_weight_ptr + n) if HAS_ROW_WEIGHT else 1.0
+    return y, w, (y != ignore_index) & (y >= 0) & (w != 0.0)
+
+
+@triton.jit
+def _weights_of(class_weight_ptr, weight_sum_ptr, y, V, smoothing, CLASS: tl.constexpr):
+    """(a, smoothing / V sum(w), smoothing / V w[y]) of spec.backward."""
+    w_y = tl.load(class_weight_ptr + y, mask=y < V, other=0.0) if CLASS else 1.0
+    total = tl.load(weight_sum_ptr) if CLASS else V * 1.0
+    return (1 - smoothing) * w_y, smoothing / V * total, smoothing / V * w_y
+
+
+@triton.jit
+def _picked(row_ptr, y, stride_v, V, cap, slope, SOFTCAP: tl.constexpr):
+    """u of the label; NaN where it is no class."""
+    u = pieces.score(tl.load(row_ptr + y * stride_v, mask=y < V, other=0.0), cap, slope, SOFTCAP)
+    return tl.where(y < V, u, float("nan"))
+
+
+@triton.jit
+def _start(T: tl.constexpr):
+    zero = tl.zeros([T], tl.float32)
+    return zero - LARGEST, zero, zero, zero, zero - float("inf"), tl.zeros([T], tl.int32)
+
+
+@triton.jit
+def _clear(g_ptr, stride_g, V, R: tl.constexpr, T: tl.constexpr, E: tl.constexpr, WIDE: tl.constexpr):
+    o = pieces.offsets(R, T, E)
+    for start in range(0, V, R * T * E):
+        v = start + o
+        at = v.to(tl.int64) if WIDE else v
+        tl.store(g_ptr + at * stride_g, tl.zeros([T, R, E], g_ptr.dtype.element_ty), mask=v < V)
+
+
+@triton.jit
+def forward_rows(
+    x_ptr, g_ptr, target_ptr, row_weight_ptr, class_weight_ptr, weight_sum_ptr, up_ptr,
+    loss_ptr, top_ptr, log_total_ptr, log_prob_ptr, entropy_ptr, argmax_ptr,
+    inner, x_outer, x_inner, stride_x, g_outer, g_inner, stride_g, stride_up, V,
+    ignore_index, smoothing, z_loss, cap, slope, s, scale,
+    GRAD: tl.constexpr, HAS_UP: tl.constexpr, HAS_ROW_WEIGHT: tl.constexpr, CLASS: tl.constexpr,
+    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, METRICS: tl.constexpr, WIDE: tl.constexpr, OPAQUE: tl.constexpr,
+    KEEP: tl.constexpr, R: tl.constexpr, T: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """The row's statistics and loss; with GRAD its gradient in a second walk, from the end: the last tiles lie in L2.
+
+    KEEP: how many repeats of [T, E] at the start of the row stay in registers between the two walks.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    y, row_weight, live = _label(target_ptr, row_weight_ptr, n, ignore_index, HAS_ROW_WEIGHT)
+    if GRAD:
+        g_row = g_ptr + (n // inner) * g_outer + (n % inner) * g_inner
+    loss = 0.0
+    top = 0.0
+    log_total = 0.0
+    log_p = 0.0
+    entropy = 0.0
+    argmax = -1
+    if live:
+        c = s * 1.4426950408889634
+        row = x_ptr + (n // inner) * x_outer + (n % inner) * x_inner
+        o = pieces.offsets(R, T, E)
+        KEPT: tl.constexpr = KEEP * T * E
+        BLOCK: tl.constexpr = R * T * E
+        # read before the reductions, whose barriers keep it ahead of the stores that may overwrite it
+        u_y = _picked(row, y, stride_x, V, cap, slope, SOFTCAP)
+        state = _start(T)
+        if KEEP > 0:
+            ok = pieces.offsets(KEEP, T, E)
+            kept = tl.load(row + ok * stride_x, mask=ok < V, other=-float("inf"), eviction_policy="evict_first")
+            state = pieces.statistics(
+                kept, 0, ok, V, state, y, u_y, class_weight_ptr, cap, slope, c, SOFTCAP, CLASS, SMOOTH, METRICS, True
+            )  # fmt: skip
+            if OPAQUE:
+                kept = opaque(kept)
+        full = tl.maximum(V - KEPT, 0) // BLOCK
+        for b in range(full):
+            v = KEPT + b * BLOCK + o
+            at = v.to(tl.int64) if WIDE else v
+            x = tl.load(row + at * stride_x, eviction_policy="evict_last")
+            state = pieces.statistics(
+                x, KEPT + b * BLOCK, v, V, state, y, u_y, class_weight_ptr, cap, slope, c,
+                SOFTCAP, CLASS, SMOOTH, METRICS, False,
+            )  # fmt: skip
+        v_tail = KEPT + full * BLOCK + o
+        at_tail = v_tail.to(tl.int64) if WIDE else v_tail
+        if KEPT + full * BLOCK < V:
+            x = tl.load(row + at_tail * stride_x, mask=v_tail < V, other=-float("inf"), eviction_policy="evict_last")
+            state = pieces.statistics(
+                x, KEPT + full * BLOCK, v_tail, V, state, y, u_y, class_weight_ptr, cap, slope, c,
+                SOFTCAP, CLASS, SMOOTH, METRICS, True,
+            )  # fmt: skip
+        top, others, h, q, argmax = pieces.combined(state, c, METRICS, SMOOTH)
+        d_y = tl.where(y < V, u_y - top, -float("inf"))
+        e_y = tl.exp2(d_y * c)
+        total = others + e_y
+        log_total = tl.where(d_y == 0, pieces.log1p(others), tl.log(total))
+        log_p = tl.where(y < V, s * d_y, float("nan")) - log_total
+        a, rest, even_y = _weights_of(class_weight_ptr, weight_sum_ptr, y, V, smoothing, CLASS)
+        lse = s * top + log_total
+        loss = -a * log_p
+        if SMOOTH:
+            loss -= rest * log_p + smoothing / V * s * q
+        loss = (loss + z_loss * lse * lse) * row_weight
+        if METRICS:
+            entropy = log_total - s * (h + e_y * tl.where(e_y > 0, d_y, 0.0)) / total
+        if GRAD:
+            up = (tl.load(up_ptr + n * stride_up).to(tl.float32) if HAS_UP else 1.0) * row_weight * scale
+            up = tl.where(y < V, up, float("nan"))
+            rest = (rest + 2 * z_loss * lse) * up
+            k = (a * up + rest) / total
+            even = smoothing / V * up
+            if KEPT + full * BLOCK < V:
+                x = tl.load(
+                    row + at_tail * stride_x, mask=v_tail < V, other=-float("inf"), eviction_policy="evict_first"
+                )
+                d = pieces.gradient(
+                    x, v_tail, V, top, c, k, even, class_weight_ptr, cap, slope, SOFTCAP, CLASS, SMOOTH
+                ).to(g_ptr.dtype.element_ty)  # fmt: skip
+                tl.store(g_row + at_tail * stride_g, d, mask=v_tail < V, cache_modifier=".cs")
+            for i in range(full):
+                v = KEPT + (full - 1 - i) * BLOCK + o
+                at = v.to(tl.int64) if WIDE else v
+                x = tl.load(row + at * stride_x, eviction_policy="evict_first")
+                d = pieces.gradient(
+                    x, v, V, top, c, k, even, class_weight_ptr, cap, slope, SOFTCAP, CLASS, SMOOTH
+                ).to(g_ptr.dtype.element_ty)  # fmt: skip
+                tl.store(g_row + at * stride_g, d, cache_modifier=".cs")
+            if KEEP > 0:
+                d = pieces.gradient(
+                    kept, ok, V, top, c, k, even, class_weight_ptr, cap, slope, SOFTCAP, CLASS, SMOOTH
+                ).to(g_ptr.dtype.element_ty)  # fmt: skip
+                tl.store(g_row + ok * stride_g, d, mask=ok < V, cache_modifier=".cs")
+            tl.debug_barrier()  # the label's element was written by another thread
+            hot = a * up * pieces.expm1(log_p) + rest * tl.exp(log_p) - even_y * up
+            if SOFTCAP:
+                hot *= 1 - (u_y / cap) * (u_y / cap)
+            tl.store(g_row + y * stride_g, hot.to(g_ptr.dtype.element_ty), mask=y < V)
+    elif GRAD:
+        _clear(g_row, stride_g, V, R, T, E, WIDE)
+    tl.store(loss_ptr + n, loss)
+    tl.store(top_ptr + n, top)
+    tl.store(log_total_ptr + n, log_total)
+    if METRICS:
+        tl.store(log_prob_ptr + n, log_p)
+        tl.store(entropy_ptr + n, entropy)
+        tl.store(argmax_ptr + n, argmax)
+
+
+@triton.jit
+def backward_rows(
+    x_ptr, g_ptr, target_ptr, row_weight_ptr, class_weight_ptr, weight_sum_ptr, up_ptr, up_lse_ptr,
+    top_ptr, log_total_ptr, inner, x_outer, x_inner, stride_x, stride_up, stride_lse, V,
+    ignore_index, smoothing, z_loss, cap, slope, s, scale,
+    HAS_UP: tl.constexpr, HAS_UP_LSE: tl.constexpr, HAS_ROW_WEIGHT: tl.constexpr, CLASS: tl.constexpr,
+    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
+    R: tl.constexpr, T: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """d_logits [N, V] from the upstream gradients of the row's loss and lse."""
+    n = tl.program_id(0).to(tl.int64)
+    y, row_weight, live = _label(target_ptr, row_weight_ptr, n, ignore_index, HAS_ROW_WEIGHT)
+    g_row = g_ptr + n * V
+    if live:
+        c = s * 1.4426950408889634
+        row = x_ptr + (n // inner) * x_outer + (n % inner) * x_inner
+        u_y = _picked(row, y, stride_x, V, cap, slope, SOFTCAP)
+        top = tl.load(top_ptr + n)
+        log_total = tl.load(log_total_ptr + n)
+        log_p = s * (u_y - top) - log_total
+        up = (tl.load(up_ptr + n * stride_up).to(tl.float32) if HAS_UP else 0.0) * row_weight * scale
+        up = tl.where(y < V, up, float("nan"))
+        a, rest, even_y = _weights_of(class_weight_ptr, weight_sum_ptr, y, V, smoothing, CLASS)
+        rest = (rest + 2 * z_loss * (s * top + log_total)) * up
+        if HAS_UP_LSE:
+            rest += tl.load(up_lse_ptr + n * stride_lse).to(tl.float32) * scale
+        k = (a * up + rest) * tl.exp(-log_total)
+        even = smoothing / V * up
+        hot = a * up * pieces.expm1(log_p) + rest * tl.exp(log_p) - even_y * up
+        if SOFTCAP:
+            hot *= 1 - (u_y / cap) * (u_y / cap)
+        o = pieces.offsets(R, T, E)
+        for start in range(0, V, R * T * E):
+            v = start + o
+            at = v.to(tl.int64) if WIDE else v
+            x = tl.load(row + at * stride_x, mask=v < V, other=-float("inf"), eviction_policy="evict_first")
+            d = pieces.gradient(x, v, V, top, c, k, even, class_weight_ptr, cap, slope, SOFTCAP, CLASS, SMOOTH)
+            d = tl.where(v == y, hot, d)
+            tl.store(g_row + v, d.to(g_ptr.dtype.element_ty), mask=v < V, cache_modifier=".cs")
+    else:
+        _clear(g_row, 1, V, R, T, E, False)
+
+
+@triton.jit
+def scale_unless_one(g_ptr, scale_ptr, n, BLOCK: tl.constexpr):
+    """g *= scale; nothing is touched when the scale is exactly 1."""
+    scale = tl.load(scale_ptr).to(tl.float32)
+    if scale != 1.0:
+        o = tl.arange(0, BLOCK)
+        for b in range(tl.program_id(0).to(tl.int64), tl.cdiv(n, BLOCK), tl.num_programs(0)):
+            at = b * BLOCK + o
+            g = tl.load(g_ptr + at, mask=at < n).to(tl.float32) * scale
+            tl.store(g_ptr + at, g.to(g_ptr.dtype.element_ty), mask=at < n)

@@ -1,0 +1,54 @@
+"""Cross-entropy of one interval a row, and the log-probability of each token: calls of `cross_entropy`."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from .op import cross_entropy
+
+
+def cross_entropy_time_range(logits: Tensor, target: Tensor, start: int | Tensor, end: int | Tensor, **options):
+    """`cross_entropy` of the labels at times start <= t < end of every row; the other positions carry no loss.
+
+    Args:
+        logits: [B, T, V]. target: [B, T].
+        start, end: the same interval for all rows, or [B] integers, one interval a row; 0 <= start <= end <= T where
+            they are numbers.
+        options: `cross_entropy`'s. "mean" divides by the labelled positions inside the intervals.
+
+    Raises:
+        ValueError: shapes or an interval that do not fit, and whatever `cross_entropy` refuses.
+    """
+    if logits.dim() != 3 or target.shape != logits.shape[:2]:
+        raise ValueError(
+            f"cross_entropy_time_range: logits must be [B, T, V] and target [B, T]; got {tuple(logits.shape)}, "
+            f"{tuple(target.shape)}"
+        )
+    B, T = target.shape
+    for name, at in (("start", start), ("end", end)):
+        if isinstance(at, Tensor) and (at.shape != (B,) or at.is_floating_point()):
+            raise ValueError(
+                f"cross_entropy_time_range: {name} must be integers ({B},); got {at.dtype} {tuple(at.shape)}"
+            )
+    if isinstance(start, int) and isinstance(end, int) and not 0 <= start <= end <= T:
+        raise ValueError(f"cross_entropy_time_range: 0 <= start <= end <= {T} does not hold for {start}, {end}")
+    lo, hi = (at.unsqueeze(-1) if isinstance(at, Tensor) else at for at in (start, end))
+    t = torch.arange(T, device=target.device)
+    return cross_entropy(logits, torch.where((t >= lo) & (t < hi), target, -1), **options)
+
+
+def per_token_logprobs(
+    logits: Tensor, target: Tensor, *, temperature: float = 1.0, ignore_index: int = -100, impl: str | None = None
+) -> Tensor:
+    """log softmax(logits / temperature)[target] of every token, [...]; 0 where there is no label. Differentiable.
+
+    Nothing of the logits' size is made by the forward, and the backward makes their gradient only.
+    """
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"per_token_logprobs: temperature must be positive and finite; got {temperature}")
+    loss = cross_entropy(
+        logits, target, ignore_index=ignore_index, logit_scale=1 / temperature, reduction="none", impl=impl
+    )
+    assert isinstance(loss, Tensor)
+    return -loss

@@ -1,0 +1,30 @@
+"""torch.nn.functional.cross_entropy's twin: classes in dimension 1."""
+
+from torch import Tensor
+from torch.nn import _reduction
+
+from .op import cross_entropy
+
+
+def torch_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """F.cross_entropy of class indices: input [C], [N, C] or [N, C, d1, ...], target [], [N] or [N, d1, ...].
+
+    Differs in documented ways: "mean" over nothing labelled is 0, not NaN; the loss is float32 for 16-bit inputs;
+    every negative label means "no label". Class probabilities as the target are refused by name (ValueError);
+    `topk_cross_entropy` takes soft labels by id.
+    """
+    if size_average is not None or reduce is not None:
+        reduction = _reduction.legacy_get_string(size_average, reduce)
+    logits = input.movedim(1, -1) if input.dim() > 2 else input
+    return cross_entropy(
+        logits, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+    )
