@@ -24,7 +24,14 @@ from .kernels.cross_entropy import (
     topk_cross_entropy,
     torch_cross_entropy,
 )
-from .kernels.linear_cross_entropy.op import linear_cross_entropy
+from .kernels.linear_cross_entropy import (
+    cce_linear_cross_entropy,
+    describe_head,
+    liger_fused_linear_cross_entropy,
+    linear_cross_entropy,
+    sliced_head_loss,
+    torch_linear_cross_entropy,
+)
 from .kernels.lora_linear.op import lora_linear
 from .kernels.nf4.op import dequantize_nf4, nf4_linear
 from .kernels.nf4.quantize import quantize_nf4
@@ -43,9 +50,11 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_with_cache",
+    "cce_linear_cross_entropy",
     "cross_entropy",
     "cross_entropy_time_range",
     "dequantize_nf4",
+    "describe_head",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
@@ -54,6 +63,7 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "geglu",
+    "liger_fused_linear_cross_entropy",
     "linear_cross_entropy",
     "lora_linear",
     "nf4_linear",
@@ -64,8 +74,10 @@ __all__ = [
     "rope_frequencies",
     "rope_tables",
     "scaled_dot_product_attention",
+    "sliced_head_loss",
     "swiglu",
     "topk_cross_entropy",
     "torch_cross_entropy",
+    "torch_linear_cross_entropy",
     "varlen_attn",
 ]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..functional import attention, linear_cross_entropy, rope, swiglu
+from ..functional import attention, describe_head, rope, sliced_head_loss, swiglu
 from ..nn import RMSNorm
 from .config import DecoderConfig
 from .errors import ModelError
@@ -232,11 +232,13 @@ class Decoder(nn.Module):
             reduction: "mean", "sum" or "none".
             options: as in `hidden`.
         """
-        if type(self.lm_head) is not nn.Linear:
-            raise ModelError(f"loss: the head must be a torch.nn.Linear; got {type(self.lm_head).__name__}")
-        loss = linear_cross_entropy(
+        try:
+            describe_head(self.lm_head)
+        except ValueError as refused:
+            raise ModelError(f"loss: {refused}") from None
+        loss = sliced_head_loss(
             self.hidden(input_ids, **options),
-            self.lm_head.weight,
+            self.lm_head,
             target,
             row_weight=row_weight,
             n_labelled=n_labelled,

@@ -4,7 +4,11 @@ from ..kernels.attention.module import Attention
 from ..kernels.attention.multihead import MultiheadAttention
 from ..kernels.cached_attention.module import CachedAttention
 from ..kernels.cross_entropy.module import CrossEntropyLoss, LigerCrossEntropyLoss
-from ..kernels.linear_cross_entropy.module import LinearCrossEntropyLoss
+from ..kernels.linear_cross_entropy.module import (
+    LigerFusedLinearCrossEntropyLoss,
+    LinearCrossEntropy,
+    LinearCrossEntropyLoss,
+)
 from ..kernels.lora_linear.module import LoRALinear
 from ..kernels.nf4.module import NF4Linear
 from ..kernels.rms_norm.module import RMSNorm
@@ -16,6 +20,8 @@ __all__ = [
     "CachedAttention",
     "CrossEntropyLoss",
     "LigerCrossEntropyLoss",
+    "LigerFusedLinearCrossEntropyLoss",
+    "LinearCrossEntropy",
     "LinearCrossEntropyLoss",
     "LoRALinear",
     "MultiheadAttention",

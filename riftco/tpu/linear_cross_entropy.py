@@ -7,13 +7,17 @@ should be no smaller than memory asks for.
 import functools
 
 from ..kernels.linear_cross_entropy import slices
+from ..kernels.linear_cross_entropy.head import Quantised
+from ..kernels.nf4 import spec as nf4
 from . import cross_entropy
 
-# a float32 copy where XLA does not fuse it into the reduction, as on a CPU; the gradient beside the logits
 LOSS = slices.Loss(
-    slices.losses_by(cross_entropy.forward),
-    slices.gradients_by(cross_entropy.forward_backward_),
-    temporaries=lambda dtype: 4 + dtype.itemsize,
+    cross_entropy.forward,
+    cross_entropy.forward_backward_,
+    cross_entropy.backward,
+    Quantised(nf4.forward, nf4.backward),
+    # a float32 copy where XLA does not fuse it into the reduction, as on a CPU; the gradient beside the logits
+    temporaries=lambda p: 4 + p.x.dtype.itemsize,
 )
 forward = functools.partial(slices.forward, LOSS)
 backward = functools.partial(slices.backward, LOSS)

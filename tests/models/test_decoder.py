@@ -57,7 +57,7 @@ def test_loss_options():
     close(decoder.loss(ids, target, weight, 17, 34), (rows * weight).sum() / 34)
     close(decoder.loss(ids, target, reduction="sum"), rows.sum())
     decoder.lm_head = torch.nn.Sequential(decoder.lm_head)
-    with pytest.raises(ModelError, match=r"the head must be a torch\.nn\.Linear; got Sequential"):
+    with pytest.raises(ModelError, match=r"the head must be a torch\.nn\.Linear, .*; got Sequential"):
         decoder.loss(ids, target)
 
 

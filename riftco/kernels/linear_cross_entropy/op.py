@@ -1,32 +1,40 @@
 """The contract of linear + cross-entropy: schema, shapes, devices, gradient. Torch-only; imports no kernel."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .._contract import checks_enabled, define, needs_grad, once_differentiable, same_device
-from ..cross_entropy.op import check_targets, reduce
+from .._contract import checks_enabled, define, needs_grad, once_differentiable
+from ..cross_entropy import op as cross_entropy
+from ..cross_entropy.checks import check_targets, class_weight_for
+from ..cross_entropy.op import Metrics
+from ..nf4.weight import NF4Weight
 from . import spec
+from .checks import autocast, check, shifted
+from .problem import OPTIONS, TENSORS, Problem
 
 HERE = "riftco.kernels.linear_cross_entropy"
-INPUTS = "Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? row_weight"
 COMPUTE_ALL = -1  # as n_labelled: every row is computed, and those without a label are masked
+FIELDS = Problem._fields
+TENSOR_FIELDS = FIELDS[: FIELDS.index("V")]
+TRAINABLE = ("x", "weight", "bias", "lora_a", "lora_b")
+ROWWISE = "Tensor loss, Tensor lse, Tensor log_prob, Tensor entropy, Tensor argmax"
 
 
-def _fake_fwd(x, weight, target, bias, row_weight, ignore_index, slice_bytes, n_labelled):
-    acc = torch.promote_types(x.dtype, torch.float32)
-    return x.new_empty(target.shape, dtype=acc), x.new_empty(target.shape, dtype=acc)
+def _fake_fwd(*arguments):
+    p = Problem(*arguments)
+    rows = [p.x.new_empty(p.rows, dtype=p.acc) for _ in range(2)]
+    more = [p.x.new_empty(p.rows if p.metrics else 0, dtype=p.acc) for _ in range(2)]
+    return *rows, *more, p.x.new_empty(p.rows if p.metrics else 0, dtype=torch.int64)
 
 
-def _fake_bwd(
-    d_loss, x, weight, target, bias, row_weight, ignore_index, slice_bytes, n_labelled, accum_dtype,
-    need_x, need_weight, need_bias,
-):  # fmt: skip
-    loss, lse = _fake_fwd(x, weight, target, bias, row_weight, ignore_index, slice_bytes, n_labelled)
-    d_x = x.new_empty(x.shape if need_x else 0)
-    wide = torch.promote_types(weight.dtype, accum_dtype)
-    d_weight = weight.new_empty(weight.shape if need_weight else 0, dtype=wide)
-    return loss, lse, d_x, d_weight, loss.new_empty(weight.shape[0] if need_bias else 0)
+def _fake_bwd(d_loss, *arguments):
+    *rest, accum_dtype, needs = arguments
+    p = Problem(*rest)
+    R = 0 if p.lora_a is None else p.lora_a.shape[0]
+    shapes = (p.x.shape, (p.V, p.C), (p.V,), (R, p.C), (p.V, R))
+    dtypes = (p.x.dtype, p.weight_grad_dtype(accum_dtype), p.acc, p.acc, p.acc)
+    grads = [p.x.new_empty(s if need else 0, dtype=d) for s, d, need in zip(shapes, dtypes, needs)]
+    return *_fake_fwd(*rest), *grads
 
 
 def _launchers(function: str) -> dict[str, str]:
@@ -37,80 +45,108 @@ def _launchers(function: str) -> dict[str, str]:
 
 fwd = define(
     "linear_cross_entropy_fwd",
-    f"({INPUTS}, int ignore_index, int slice_bytes, SymInt? n_labelled) -> (Tensor loss, Tensor lse)",
+    f"({TENSORS}, {OPTIONS}) -> ({ROWWISE})",
     fake=_fake_fwd,
     spec=f"{HERE}.spec:forward",
     launchers=_launchers("forward"),
 )
 bwd = define(
     "linear_cross_entropy_bwd",
-    f"(Tensor? d_loss, {INPUTS}, int ignore_index, int slice_bytes, SymInt? n_labelled, ScalarType accum_dtype, "
-    "bool need_x, bool need_weight, bool need_bias) "
-    "-> (Tensor loss, Tensor lse, Tensor d_x, Tensor d_weight, Tensor d_bias)",
+    f"(Tensor? d_loss, {TENSORS}, {OPTIONS}, ScalarType accum_dtype, bool[] needs) "
+    f"-> ({ROWWISE}, Tensor d_x, Tensor d_weight, Tensor d_bias, Tensor d_lora_a, Tensor d_lora_b)",
     fake=_fake_bwd,
     spec=f"{HERE}.spec:backward",
     launchers=_launchers("backward"),
 )
 
 
+scale_ = define(
+    "linear_cross_entropy_scale_",
+    "(Tensor(a!) g, Tensor scale) -> ()",
+    fake=lambda g, scale: None,
+    spec=f"{HERE}.spec:scale_",
+    launchers={
+        "cuda": "riftco.kernels.cross_entropy.cuda:scale_",
+        "mps": f"{HERE}.spec:scale_",
+        "xla": f"{HERE}.spec:scale_",
+    },
+)
+
+
 class SummedLoss(torch.autograd.Function):
-    """The sum of the losses. Its gradients are taken in the forward, so that no logits are computed twice."""
+    """The sum of the losses times `factor`. Its gradients are taken in the forward: no logits are computed twice.
+
+    The factor is part of those gradients, so that an upstream gradient of 1 leaves nothing to do; not in float16, where
+    a mean's gradients are too small for it: there they are multiplied in the backward, together with the upstream.
+    """
 
     @staticmethod
-    def forward(x, weight, target, bias, row_weight, options, accum_dtype, needs):
-        loss, *rest = bwd(None, x, weight, target, bias, row_weight, *options, accum_dtype, *needs)
-        return loss.sum(), *rest
+    def forward(*arguments):
+        *rest, factor, accum_dtype, needs = arguments
+        p = Problem(*rest)
+        loss, *results = bwd(_upstream(p, factor), *p, accum_dtype, list(needs))
+        total = loss.sum()
+        return total if factor is None else total * factor, loss, *results
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        *tensors, ctx.options, ctx.accum_dtype, ctx.needs = inputs
-        _, lse, *grads = output
-        ctx.mark_non_differentiable(lse, *grads)
+        *rest, factor, ctx.accum_dtype, ctx.needs = inputs
+        p = Problem(*rest)
+        grads = output[6:]
+        ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
-        ctx.dtypes = tuple(t.dtype for t in (tensors[0], tensors[1], tensors[1]))
+        ctx.options, ctx.dtypes = p[len(TENSOR_FIELDS) :], _dtypes(p)
+        ctx.held_back = p.x.dtype == torch.float16 and factor is not None
         ctx.traced = _traced()
         # In eager the first backward scales these buffers in place and gives them away; a second one (retain_graph)
         # recomputes. A traced backward cannot branch on having run before: it multiplies out of place.
         ctx.held = None if ctx.traced else grads
-        ctx.save_for_backward(*(grads if ctx.traced else tensors))
+        ctx.save_for_backward(factor, *(grads if ctx.traced else p[: len(TENSOR_FIELDS)]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_total, *_):
         if d_total is None:
-            return (None,) * 8
+            return (None,) * (len(FIELDS) + 3)
+        factor, *saved = ctx.saved_tensors
+        scale = d_total * factor if ctx.held_back else d_total
         if ctx.traced:
-            grads = [_scaled(g, d_total) for g in ctx.saved_tensors]
-        elif ctx.held is not None:
-            grads, ctx.held = [_scale_(g, d_total) for g in ctx.held], None
+            return _returned([_scaled(g, scale) for g in saved], ctx.dtypes, ctx.needs, 3)
+        if ctx.held is not None:
+            grads, ctx.held = ctx.held, None
         else:
-            x, weight, target, bias, row_weight = ctx.saved_tensors
-            d_loss = d_total.expand(target.shape)
-            _, _, *grads = bwd(
-                d_loss, x, weight, target, bias, row_weight, *ctx.options, ctx.accum_dtype, *ctx.needs
-            )  # fmt: skip
-        return _returned(grads, ctx.dtypes, ctx.needs)
+            p = Problem(*saved, *ctx.options)
+            grads = bwd(_upstream(p, factor), *p, ctx.accum_dtype, list(ctx.needs))[5:]
+        for g, need in zip(grads, ctx.needs):
+            if need:
+                scale_(g, scale)
+        return _returned(grads, ctx.dtypes, ctx.needs, 3)
 
 
 class RowLosses(torch.autograd.Function):
     """The losses of the rows; the gradient recomputes the logits, a slice at a time."""
 
     @staticmethod
-    def forward(x, weight, target, bias, row_weight, options, accum_dtype, needs):
-        return fwd(x, weight, target, bias, row_weight, *options)
+    def forward(*arguments):
+        return fwd(*arguments[:-2])
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        *tensors, ctx.options, ctx.accum_dtype, ctx.needs = inputs
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(*tensors)
+        *rest, ctx.accum_dtype, ctx.needs = inputs
+        p = Problem(*rest)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.options, ctx.dtypes = p[len(TENSOR_FIELDS) :], _dtypes(p)
+        ctx.save_for_backward(*p[: len(TENSOR_FIELDS)])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_loss, _d_lse):
-        x, weight, target, bias, row_weight = ctx.saved_tensors
-        _, _, *grads = bwd(d_loss, x, weight, target, bias, row_weight, *ctx.options, ctx.accum_dtype, *ctx.needs)
-        return _returned(grads, (x.dtype, weight.dtype, weight.dtype), ctx.needs)
+    def backward(ctx, d_loss, *_):
+        grads = bwd(d_loss, *ctx.saved_tensors, *ctx.options, ctx.accum_dtype, list(ctx.needs))[5:]
+        return _returned(grads, ctx.dtypes, ctx.needs, 2)
+
+
+def _upstream(p: Problem, factor: Tensor | None) -> Tensor | None:
+    return None if factor is None or p.x.dtype == torch.float16 else factor.expand(p.rows)
 
 
 def _traced() -> bool:
@@ -121,152 +157,155 @@ def _scaled(g: Tensor, scale: Tensor) -> Tensor:
     return (g * scale.reshape([1] * g.dim())).to(g.dtype)  # as a 0-dim tensor the scale would be rounded to g's dtype
 
 
-def _scale_(g: Tensor, scale: Tensor) -> Tensor:
-    """g *= scale with the product in float32, also for 16-bit g."""
-    return torch.mul(g, scale.reshape([1] * g.dim()), out=g) if g.is_cuda else g.mul_(scale)
+def _dtypes(p: Problem) -> tuple[torch.dtype | None, ...]:
+    tensors = (getattr(p, name) for name in TRAINABLE)
+    return tuple(None if t is None else t.dtype for t in tensors)
 
 
-def _returned(grads, dtypes, needs):
-    """The gradients of (x, weight, target, bias, row_weight, options, accum_dtype, needs)."""
-    d_x, d_weight, d_bias = (g.to(d) if need else None for g, d, need in zip(grads, dtypes, needs))
-    return d_x, d_weight, None, d_bias, None, None, None, None
+def _returned(grads, dtypes, needs, more: int):
+    """A gradient for each field of Problem, and None for `more` arguments behind."""
+    made = {n: g.to(d) for n, g, d, need in zip(TRAINABLE, grads, dtypes, needs) if need}
+    return *(made.get(name) for name in FIELDS), *[None] * more
 
 
 def linear_cross_entropy(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | NF4Weight,
     target: Tensor,
     bias: Tensor | None = None,
     *,
     row_weight: Tensor | None = None,
+    class_weight: Tensor | None = None,
     ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
     reduction: str = "mean",
     denominator: int | Tensor | None = None,
+    lora: tuple[Tensor, Tensor, float] | None = None,
     slice_bytes: int = 256 << 20,
     accum_dtype: torch.dtype = torch.float32,
     n_labelled: int | None = None,
     shift: bool = False,
+    topk: Tensor | None = None,
+    checkpoint: bool = False,
     return_lse: bool = False,
+    return_metrics: bool = False,
     impl: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple:
     """Cross-entropy of integer labels against the logits x weight^T + bias, which never exist as a whole.
 
-    loss[n] = row_weight[n] * (logsumexp(z[n]) - z[n, target[n]]) with z = x weight^T + bias, in nats. Rows are taken
-    in slices of at most `slice_bytes` of logits; with "mean" or "sum" their gradients are taken in the same pass.
+    loss[n] = row_weight[n] * ((1 - eps) w_y (lse - z_y) + eps / V * sum_v w_v (lse - z_v) + z_loss * lse^2), in nats,
+    with lse = logsumexp(z), eps = label_smoothing, w the class weights (1 unless given), y the target, and
+    z = softcap * tanh(s / softcap), s = logit_scale * (x weight^T + bias + scale * (x A^T) B^T). Rows are taken in
+    slices of at most `slice_bytes` of logits; with "mean" or "sum" their gradients are taken in the same pass.
 
     Args:
         x: [..., C], float16/bfloat16/float32/float64, any strides. Differentiable.
-        weight: [V, C], x's dtype, one of its strides 1 (a matmul copies anything else). Differentiable.
+        weight: [V, C], x's dtype, one of its strides 1 (a matmul copies anything else), differentiable; or an
+            NF4Weight, frozen, decoded in stretches of at most 32 MiB.
         target: [...], int32 or int64. `ignore_index` and every negative value mark a row without a label: loss 0,
             gradient 0, its x is not read. A value >= V gives NaN for that row (with RIFTCO_CHECK=1: IndexError).
         bias: [V], x's dtype. Differentiable.
         row_weight: [...], float32 >= 0, scales a row's loss and gradient; weight 0 drops the row. Not differentiable.
+        class_weight: [V], floating, PyTorch's `weight`. Not differentiable.
         ignore_index: the label of rows without one.
+        label_smoothing: eps, in [0, 1].
+        z_loss: weight of lse^2; differentiable like the rest of the loss.
+        softcap: bends the logits into (-softcap, softcap).
+        logit_scale: multiplies the logits, > 0.
         reduction: "mean", "sum" or "none". "mean" divides by the number of rows that carry a label, never by the sum
-            of weights; with nothing labelled it is 0 (PyTorch: NaN) with a live graph and zero gradients. "none"
-            recomputes the logits in the backward.
-        denominator: replaces the number of labelled rows in "mean" (gradient accumulation).
+            of row weights, or, with class weights, by the sum of class_weight[target]; with nothing labelled it is 0
+            (PyTorch: NaN) with a live graph and zero gradients. "none" recomputes the logits in the backward.
+        denominator: replaces that divisor in "mean" (gradient accumulation).
+        lora: (A [R, C], B [V, R], scale), floating: the head's adapter. A and B are differentiable.
         slice_bytes: most bytes of logits, with the loss's own temporaries, held at once; at least one row. The CPU
             takes 32 MiB where more is allowed.
-        accum_dtype: the dtype in which weight's gradient is summed over slices: float32, or weight's own.
+        accum_dtype: the dtype in which weight's gradient is summed over slices: float32, or x's own.
         n_labelled: an upper bound on the rows that carry a label (B * T will do). Without it an accelerator is waited
             for once, to count them; under torch.compile and CUDA graph capture all rows are computed instead. Fewer
             than there are is an error: ValueError on the CPU, a NaN loss elsewhere.
-        shift: row t predicts target[..., t + 1]; target and row_weight are given unshifted, [..., T].
-        return_lse: also return the rows' logsumexp (0 on rows without a label), not differentiable.
+        shift: row t predicts target[..., t + 1]; target, row_weight and topk are given unshifted, [..., T].
+        topk: float32 [..., k] >= 0, weights of several labels a row: loss = -sum_j topk_j log softmax(z)[target_j] with
+            target [..., k]; equal labels add. Not together with class_weight, label_smoothing or z_loss.
+        checkpoint: recompute the logits in the backward for "mean" and "sum", too: nothing is held in between.
+        return_lse: also return the rows' lse (0 on rows without a label), not differentiable.
+        return_metrics: also return `Metrics` (loss, lse, log_prob, entropy, argmax, accuracy), not differentiable.
         impl: "spec" runs the plain-torch meaning, unsliced, under autograd (double backward works).
 
     Returns:
-        The loss: float32 (float64 for float64 x); a scalar, or [...] for reduction "none".
+        The loss: float32 (float64 for float64 x); a scalar, or [...] for reduction "none"; then lse, then metrics.
 
     Raises:
         ValueError: shapes, dtypes, devices or options that do not fit, each named.
         IndexError: with RIFTCO_CHECK=1, a target >= V, with its row.
 
     Devices: cpu, cuda (cuBLAS and Triton), mps and xla (plain torch on slices).
-    Memory: slice_bytes, the gradients asked for (weight's in accum_dtype), O(rows).
-    Numerics: logits are rounded to x's dtype once, their gradient once; the loss is float32; deterministic. Under
-        autocast x, weight and bias are cast as F.linear's are.
+    Memory: slice_bytes, the gradients asked for (weight's in accum_dtype), O(rows); 32 MiB more for an NF4Weight.
+    Numerics: logits are rounded to x's dtype once (with `lora`, its part once before), their gradient once; the loss is
+        float32; deterministic. Under autocast x, weight and bias are cast as F.linear's are.
     Source: Hsu et al. 2024, "Liger Kernel: efficient Triton kernels for LLM training", section 3.2.
     """
-    x, weight, bias = _autocast(x, weight, bias)
-    _check(x, weight, target, bias, row_weight, reduction, denominator, slice_bytes, accum_dtype, n_labelled, impl)
+    x, weight, bias = autocast(x, weight, bias)
+    a, b, scale = (None, None, 1.0) if lora is None else lora
     if shift:
-        target, row_weight = _shifted(target, row_weight, ignore_index)
-    if checks_enabled():
-        check_targets(target, weight.shape[0], ignore_index)
-    if n_labelled is None and torch.compiler.is_compiling():
-        n_labelled = COMPUTE_ALL
-    tensors, options = (x, weight, target, bias, row_weight), (ignore_index, slice_bytes, n_labelled)
-    summed = reduction != "none"
-    needs = tuple(needs_grad(t) for t in (x, weight, bias))
-    if impl == "spec":
-        loss, lse = spec.forward(*tensors, *options)
-        lse = lse.detach()
-    elif any(needs) and summed:
-        loss, lse, *_ = SummedLoss.apply(*tensors, options, accum_dtype, needs)
-    elif any(needs):
-        loss, lse = RowLosses.apply(*tensors, options, accum_dtype, needs)
+        target, row_weight, topk = shifted(target, row_weight, topk, ignore_index)
+    frozen = isinstance(weight, NF4Weight)
+    if isinstance(weight, NF4Weight):
+        codes, absmax, block = weight.codes, weight.scale, weight.block_size
     else:
-        loss, lse = fwd(*tensors, *options)
-    if summed:  # a sum of one value is itself
-        loss = reduce(loss, target, ignore_index, reduction, denominator)
-    return (loss, lse) if return_lse else loss
+        codes, absmax, block = weight, None, 0
+    p = Problem(
+        x, codes, absmax, target, bias, row_weight,
+        class_weight_for(class_weight, x), topk, a, b, weight.shape[0] if len(weight.shape) else 0,
+        block, float(scale), ignore_index, float(label_smoothing), float(z_loss),
+        0.0 if softcap is None else float(softcap), float(logit_scale), return_metrics, slice_bytes, n_labelled,
+    )  # fmt: skip
+    check(p, weight, reduction, denominator, softcap, accum_dtype, impl)
+    if checks_enabled():
+        check_targets(target, p.V, ignore_index)
+    if n_labelled is None and torch.compiler.is_compiling():
+        p = p._replace(n_labelled=COMPUTE_ALL)
+    factor = None
+    if reduction == "mean":
+        factor = denominator_of(p, denominator).reciprocal()
+    needs = tuple(not (frozen and n == "weight") and needs_grad(getattr(p, n)) for n in TRAINABLE)
+    if any(needs) and impl is None and reduction != "none" and not checkpoint:
+        total, *rows = SummedLoss.apply(*p, factor, accum_dtype, needs)
+    else:
+        if impl == "spec":
+            rows = list(spec.forward(*p))
+        elif any(needs):
+            rows = list(RowLosses.apply(*p, accum_dtype, needs))
+        else:
+            rows = list(fwd(*p))
+        total = rows[0] if reduction == "none" else rows[0].sum()
+        total = total if factor is None else total * factor
+    if not (return_lse or return_metrics):
+        return total
+    rows = [r.detach() for r in rows[:5]]
+    more = (rows[1],) if return_lse else ()
+    return (total, *more, _metrics(p, rows)) if return_metrics else (total, *more)
 
 
-def _shifted(target: Tensor, row_weight: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor | None]:
-    """Labels moved one position to the left, so that x is used where it lies; the last position gets none."""
-    if target.dim() == 0:
-        raise ValueError("linear_cross_entropy: shift needs a target with a time dimension; got a scalar")
-    target = F.pad(target[..., 1:], (0, min(target.shape[-1], 1)), value=ignore_index)
-    if row_weight is not None:
-        row_weight = F.pad(row_weight[..., 1:], (0, min(row_weight.shape[-1], 1)))
-    return target, row_weight
+def denominator_of(p: Problem, denominator: int | float | Tensor | None) -> Tensor:
+    """What "mean" divides by, on x's device, by the rule of cross_entropy."""
+    if denominator is None and p.label_weight is not None:
+        kept = (p.target != p.ignore_index) & (p.target >= 0) & (p.label_weight != 0)
+        denominator = kept.any(-1).sum().clamp(min=1)
+    elif denominator is None:
+        denominator = cross_entropy.denominator_of(p.target, p.class_weight, p.ignore_index, None)
+    if isinstance(denominator, Tensor):
+        return denominator.detach().reshape(()).to(p.x.device, p.acc)
+    return torch.full((), denominator, dtype=p.acc, device=p.x.device)
 
 
-def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    device = x.device.type
-    if device not in ("cpu", "cuda", "mps", "xla") or not torch.is_autocast_enabled(device):
-        return x, weight, bias
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in (x, weight, bias))  # type: ignore
-
-
-def _check(x, weight, target, bias, row_weight, reduction, denominator, slice_bytes, accum_dtype, n_labelled, impl):
-    def refuse(text: str) -> None:
-        raise ValueError(f"linear_cross_entropy: {text}")
-
-    if x.dim() < 1 or not x.is_floating_point():
-        refuse(f"x must be floating [..., C]; got {x.dtype} {tuple(x.shape)}")
-    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-        refuse(f"weight must be [V, C] with C = {x.shape[-1]} as in x; got {tuple(weight.shape)}")
-    if weight.dtype != x.dtype:
-        refuse(f"x and weight must have one dtype (cast one of them, or use autocast); got {x.dtype}, {weight.dtype}")
-    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != x.dtype):
-        refuse(f"bias must be {x.dtype} ({weight.shape[0]},); got {bias.dtype} {tuple(bias.shape)}")
-    if target.shape != x.shape[:-1]:
-        refuse(
-            f"target must have the shape of x without its last dimension, {tuple(x.shape[:-1])}; "
-            f"got {tuple(target.shape)}"
-        )
-    if target.dtype not in (torch.int32, torch.int64):
-        refuse(f"target must be int32 or int64 class indices; got {target.dtype}")
-    if row_weight is not None and (row_weight.shape != target.shape or row_weight.dtype != torch.float32):
-        refuse(f"row_weight must be float32 {tuple(target.shape)}; got {row_weight.dtype} {tuple(row_weight.shape)}")
-    if row_weight is not None and row_weight.requires_grad:
-        refuse("row_weight is not differentiable; detach it")
-    if weight.shape[0] == 0 and target.numel():
-        refuse("weight has no classes (V = 0)")
-    if reduction not in ("mean", "sum", "none"):
-        refuse(f"reduction must be 'mean', 'sum' or 'none'; got {reduction!r}")
-    if denominator is not None and reduction != "mean":
-        refuse("denominator belongs to reduction='mean'")
-    if slice_bytes < 1:
-        refuse(f"slice_bytes must be positive; got {slice_bytes}")
-    if accum_dtype not in (torch.float32, weight.dtype):
-        refuse(f"accum_dtype must be float32 or weight's {weight.dtype}; got {accum_dtype}")
-    if n_labelled is not None and n_labelled < 0:
-        refuse(f"n_labelled must not be negative; got {n_labelled}")
-    if impl not in (None, "spec"):
-        refuse(f"impl must be None or 'spec'; got {impl!r}")
-    same_device("linear_cross_entropy", x=x, weight=weight, target=target, bias=bias, row_weight=row_weight)
+def _metrics(p: Problem, rows: list[Tensor]) -> Metrics:
+    best = p.target
+    if p.label_weight is not None:
+        best = p.target.gather(-1, p.label_weight.argmax(-1, keepdim=True)).squeeze(-1)
+    computed = rows[4] >= 0
+    right = (rows[4] == best).sum(dtype=p.acc)
+    loss, lse, log_prob, entropy, argmax = rows
+    return Metrics(loss, lse, log_prob, entropy, argmax, right / computed.sum().clamp(min=1))

@@ -1,15 +1,26 @@
-"""Linear + cross-entropy for devices without a cross-entropy kernel of their own here: the spec on each slice."""
+"""Linear + cross-entropy for devices without a cross-entropy kernel of their own here: its meaning on each slice."""
 
 import functools
 
-from ..cross_entropy import spec
+from ..cross_entropy import spec as cross_entropy
+from ..nf4 import spec as nf4
 from . import slices
+from .head import Quantised
+from .problem import Problem
 
-# float32 copies of the spec's backward, the one-hot mask, the masked logits and the result
+
+def temporaries(p: Problem) -> int:
+    """Bytes per logit that the spec holds: what is left of unlabelled rows, wide copies (u, log p, p, the gradient and
+    the products on its way), masks, the result."""
+    return p.acc.itemsize * (8 + bool(p.softcap)) + 1 + 2 * p.x.dtype.itemsize
+
+
 LOSS = slices.Loss(
-    slices.losses_by(spec.forward),
-    slices.gradients_by(spec.forward_backward_),
-    temporaries=lambda dtype: 4 * 8 + 1 + 2 * dtype.itemsize,
+    cross_entropy.forward,
+    cross_entropy.forward_backward_,
+    cross_entropy.backward,
+    Quantised(nf4.forward, nf4.backward),
+    temporaries,
 )
 forward = functools.partial(slices.forward, LOSS)
 backward = functools.partial(slices.backward, LOSS)

@@ -1,59 +1,106 @@
-"""What linear + cross-entropy means, in plain torch. C hidden size, V vocabulary; rows are x's leading dimensions.
-
-slice_bytes and n_labelled say how much work is done at once and on which rows; they do not change the meaning.
-"""
+"""What linear + cross-entropy means, in plain torch, unsliced. problem.Problem names the arguments."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..cross_entropy.spec import backward as d_logits_of
 from ..cross_entropy.spec import forward as losses_of
+from ..cross_entropy.spec import forward_backward, forward_backward_, lse_of
+from ..nf4.spec import dequantize
+from . import labels
+from .problem import Problem
 
-NO_OPTIONS = (0.0, 0.0, 0.0, 1.0)  # label_smoothing, z_loss, softcap, logit_scale of cross-entropy
 
+def forward(*arguments) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, lse, log_prob, entropy, argmax), each [...]; the last three are empty without `metrics`.
 
-def forward(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, row_weight: Tensor | None,
-    ignore_index: int, slice_bytes: int, n_labelled: int | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x [..., C], weight [V, C], bias [V], target [...] -> loss [...], lse [...] of the logits x weight^T + bias.
-
-    A row without a label is not read: its x may hold NaN.
+    The logits are x W^T + bias + lora_scale (x A^T) B^T. A row without a label is not read: its x may hold NaN.
     """
-    logits = F.linear(_live_rows(x, target, row_weight, ignore_index), weight, bias)
-    loss, top, log_total, *_ = losses_of(logits, target, row_weight, None, ignore_index, *NO_OPTIONS, False)
-    return loss, top + log_total
+    p = Problem(*arguments)
+    x, w = _rows(p), _weight(p)
+    return _losses(p, _logits(p, x, w))
 
 
 def backward(
-    d_loss: Tensor | None, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, row_weight: Tensor | None,
-    ignore_index: int, slice_bytes: int, n_labelled: int | None, accum_dtype: torch.dtype,
-    need_x: bool, need_weight: bool, need_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(loss, lse, d_x, d_weight, d_bias) of sum(d_loss * loss); d_loss None means ones. Unneeded gradients are empty.
+    d_loss: Tensor | None, *arguments
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`forward`, and d_x, d_weight, d_bias, d_lora_a, d_lora_b of sum(d_loss * loss); d_loss None means ones.
 
-    With g = d_logits: d_x = g weight, d_weight = g^T x, d_bias = sum of g over rows.
+    The arguments end with accum_dtype and five booleans: which gradients are needed; the others are empty. With g the
+    gradient of the logits: d_x = g W + scale (g B) A, d_W = g^T x, d_A = scale (g B)^T x, d_B = scale g^T (x A^T).
     """
-    rows = _live_rows(x, target, row_weight, ignore_index)
-    logits = F.linear(rows, weight, bias)
-    loss, top, log_total, *_ = losses_of(logits, target, row_weight, None, ignore_index, *NO_OPTIONS, False)
-    upstream = torch.ones_like(loss) if d_loss is None else d_loss
-    options = (ignore_index, *NO_OPTIONS)
-    g = d_logits_of(upstream, None, logits, target, row_weight, None, top, log_total, *options)
-    wide = torch.promote_types(weight.dtype, accum_dtype)
-    g2, x2 = g.reshape(target.numel(), weight.shape[0]), rows.reshape(target.numel(), weight.shape[1])
-    d_x = (g2 @ weight).view(x.shape) if need_x else x.new_empty(0)
-    d_weight = g2.to(wide).t() @ x2.to(wide) if need_weight else weight.new_empty(0, dtype=wide)
-    d_bias = g2.to(loss.dtype).sum(0) if need_bias else loss.new_empty(0)
-    return loss, top + log_total, d_x, d_weight, d_bias
+    p, accum_dtype, needs = Problem(*arguments[:-2]), *arguments[-2:]
+    x, w = _rows(p), _weight(p)
+    logits = _logits(p, x, w)
+    results = _losses(p, logits)
+    g = _d_logits(p, logits, d_loss).reshape(-1, p.V)
+    flat = x.reshape(-1, p.C)
+    wide = torch.promote_types(p.x.dtype, accum_dtype)
+    d_x = p.x.new_empty(0)
+    d_w = p.x.new_empty(0, dtype=p.weight_grad_dtype(accum_dtype))
+    d_bias, d_a, d_b = (p.x.new_empty(0, dtype=p.acc) for _ in range(3))
+    a, b = p.lora_a, p.lora_b
+    if needs[0]:
+        d_x = g @ w
+        if a is not None and b is not None:
+            d_x = d_x + p.lora_scale * (g @ b.to(g.dtype)) @ a.to(g.dtype)
+        d_x = d_x.view(p.x.shape)
+    if needs[1]:
+        d_w = (g.to(wide).t() @ flat.to(wide)).to(p.weight_grad_dtype(accum_dtype))
+    if needs[2]:
+        d_bias = g.to(p.acc).sum(0)
+    if needs[3]:
+        assert a is not None and b is not None
+        d_a = p.lora_scale * (g.to(p.acc) @ b.to(p.acc)).t() @ flat.to(p.acc)
+    if needs[4]:
+        assert a is not None and b is not None
+        d_b = p.lora_scale * g.to(p.acc).t() @ (flat.to(p.acc) @ a.to(p.acc).t())
+    return *results, d_x, d_w, d_bias, d_a, d_b
 
 
-def live(target: Tensor, row_weight: Tensor | None, ignore_index: int) -> Tensor:
-    """The rows that carry loss: a label, and a weight that is not 0."""
-    labelled = (target != ignore_index) & (target >= 0)
-    return labelled if row_weight is None else labelled & (row_weight != 0)
+def scale_(g: Tensor, scale: Tensor) -> None:
+    """g *= scale, a tensor of one value; the product is taken in scale's dtype and rounded once."""
+    g.copy_(g.to(scale.dtype) * scale)
 
 
-def _live_rows(x: Tensor, target: Tensor, row_weight: Tensor | None, ignore_index: int) -> Tensor:
-    return x.masked_fill(~live(target, row_weight, ignore_index).unsqueeze(-1), 0.0)
+def _rows(p: Problem) -> Tensor:
+    return p.x.masked_fill(~p.live().unsqueeze(-1), 0.0)
+
+
+def _weight(p: Problem) -> Tensor:
+    if p.absmax is None:
+        return p.weight
+    return dequantize(p.weight, p.absmax, p.V * p.C, p.block_size, p.x.dtype).view(p.V, p.C)
+
+
+def _logits(p: Problem, x: Tensor, w: Tensor) -> Tensor:
+    logits = F.linear(x, w, p.bias)
+    if p.lora_a is None or p.lora_b is None:
+        return logits
+    return logits + p.lora_scale * F.linear(F.linear(x, p.lora_a.to(x.dtype)), p.lora_b.to(x.dtype))
+
+
+def _losses(p: Problem, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    results: tuple[Tensor, ...]
+    if p.label_weight is None:
+        results = losses_of(logits, p.target, p.row_weight, p.class_weight, *p.options, p.metrics)
+    else:
+        results = labels.forward(
+            losses_of, logits, p.target, p.label_weight, p.row_weight, p.ignore_index, p.softcap, p.logit_scale,
+            p.metrics,
+        )  # fmt: skip
+    loss, top, log_total, log_prob, entropy, argmax = results
+    return loss, lse_of(top, log_total, p.softcap, p.logit_scale), log_prob, entropy, argmax
+
+
+def _d_logits(p: Problem, logits: Tensor, d_loss: Tensor | None) -> Tensor:
+    if p.label_weight is None:
+        return forward_backward(
+            logits, p.target, p.row_weight, p.class_weight, d_loss, *p.options, metrics=False, inplace=False
+        )[-1]
+    g = logits.clone()
+    labels.forward_backward_(
+        forward_backward_, g, p.target, p.label_weight, p.row_weight, d_loss, p.ignore_index, p.softcap,
+        p.logit_scale, False,
+    )  # fmt: skip
+    return g

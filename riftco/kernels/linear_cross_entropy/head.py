@@ -1,0 +1,150 @@
+"""The head: logits of a slice, the way back to x, and sums of weight gradients over slices. torch.mm does the work."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .problem import Problem
+
+NARROW_AT_ONCE = 8 << 20  # bytes of a 16-bit gradient widened at once where a matmul cannot give float32
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """The launchers of the nf4 room: forward(x, codes, absmax, bias, N, K, block_size), backward(d_y, codes, ...)."""
+
+    forward: Callable
+    backward: Callable
+
+
+class Head:
+    """z = x W^T + bias + scale (x A^T) B^T, with W dense or NF4. The adapter's part is written first and W's product
+    added to it in float32: of two roundings to 16 bit, one is of the small part only."""
+
+    def __init__(self, p: Problem, quantised: Quantised):
+        self.p, self.nf4 = p, quantised
+        self.a = None if p.lora_a is None else p.lora_a.to(p.x.dtype)
+        self.b = None if p.lora_b is None else (p.lora_b.to(p.acc) * p.lora_scale).to(p.x.dtype)  # scale is in it
+        self.buffer: Tensor | None = None
+
+    def row_bytes(self) -> int:
+        """What a row of a slice holds beside its logits' own: gathered x, its gradient, the adapter's inner rows."""
+        return self.p.x.dtype.itemsize * (2 * self.p.C + 2 * self.rank)
+
+    def reserve(self, rows: int) -> None:
+        """One buffer for every slice; an NF4 product brings its own."""
+        if self.p.absmax is None:
+            self.buffer = self.p.x.new_empty(rows, self.p.V)
+
+    def inner(self, x: Tensor) -> Tensor | None:
+        return None if self.a is None else torch.mm(x, self.a.t())
+
+    def logits(self, x: Tensor, inner: Tensor | None) -> Tensor:
+        p = self.p
+        if p.absmax is not None:
+            z = self.nf4.forward(x, p.weight, p.absmax, p.bias, p.V, p.C, p.block_size)
+            return z if inner is None or self.b is None else z.addmm_(inner, self.b.t())
+        assert self.buffer is not None
+        z, w = self.buffer[: x.shape[0]], p.weight.t()
+        if inner is not None and self.b is not None:
+            _affine(inner, self.b.t(), p.bias, z)
+            return z.addmm_(x, w)
+        return _affine(x, w, p.bias, z)
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.a is None else self.a.shape[0]
+
+    def logits_of(self, x: Tensor, inner: Tensor | None, block: slice, out: Tensor) -> Tensor:
+        """The logits of a block of a dense head's classes."""
+        w, bias = self.p.weight[block].t(), None if self.p.bias is None else self.p.bias[block]
+        if inner is not None and self.b is not None:
+            return _affine(inner, self.b[block].t(), bias, out).addmm_(x, w)
+        return _affine(x, w, bias, out)
+
+    def d_inner(self, g: Tensor) -> Tensor | None:
+        return None if self.b is None else torch.mm(g, self.b)
+
+    def d_x(self, g: Tensor, d_inner: Tensor | None, out: Tensor) -> None:
+        p = self.p
+        if p.absmax is not None:
+            out.copy_(self.nf4.backward(g, p.weight, p.absmax, p.V, p.C, p.block_size))
+            if d_inner is not None and self.a is not None:
+                out.addmm_(d_inner, self.a)
+        elif d_inner is not None and self.a is not None:
+            torch.mm(d_inner, self.a, out=out)
+            out.addmm_(g, p.weight)
+        else:
+            torch.mm(g, p.weight, out=out)
+
+
+def _affine(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    return torch.mm(x, w, out=out) if bias is None else torch.addmm(bias, x, w, out=out)
+
+
+class Sum:
+    """sum over slices of g^T x, in `dtype`; the first slice overwrites, so that nothing is cleared."""
+
+    def __init__(self, like: Tensor, shape: tuple[int, int], dtype: torch.dtype, wanted: bool):
+        self.total = like.new_empty(shape if wanted else 0, dtype=dtype)
+        self.wanted, self.begun = wanted, False
+
+    def add(self, g: Tensor | None, x: Tensor | None) -> None:
+        if not self.wanted:
+            return
+        assert g is not None and x is not None
+        accumulate(self.total, g, x, self.begun)
+        self.begun = True
+
+    def result(self, dtype: torch.dtype, factor: Tensor | float | None = None) -> Tensor:
+        """The sum times factor in `dtype`; the float32 sum is narrowed inside its own memory."""
+        if self.wanted and not self.begun:
+            self.total.zero_()
+        if factor is not None and self.wanted:
+            self.total.mul_(factor)
+        return _narrowed(self.total, dtype)
+
+
+def _narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor:
+    """wide in a narrower dtype, written over wide's own front: element i lands before byte 4 i, which was read already.
+
+    Stretches double, so that a stretch [lo, 2 lo) of results never touches the elements it is read from.
+    """
+    if wide.dtype == dtype:
+        return wide
+    if wide.dtype.itemsize != 2 * dtype.itemsize or wide.device.type == "xla" or wide.numel() == 0:
+        return wide.to(dtype)
+    source, n = wide.view(-1), wide.numel()
+    target = source.view(dtype)[:n]
+    target[:1] = source[:1].clone()
+    lo = 1
+    while lo < n:
+        hi = min(2 * lo, n)
+        target[lo:hi] = source[lo:hi]
+        lo = hi
+    return target.view(wide.shape)
+
+
+def accumulate(total: Tensor, g: Tensor, x: Tensor, more: bool) -> None:
+    """total = g^T x, plus total itself if `more`, in total's dtype."""
+    if total.dtype == g.dtype and more:
+        total.addmm_(g.t(), x)
+    elif total.dtype == g.dtype:
+        torch.mm(g.t(), x, out=total)
+    elif g.is_cuda:  # 16-bit operands, float32 result: one matmul, no wider copy
+        if more:
+            torch.addmm(total, g.t(), x, out_dtype=total.dtype, out=total)
+        else:
+            torch.mm(g.t(), x, out_dtype=total.dtype, out=total)
+    else:
+        wide = x.to(total.dtype)
+        step = max(1, NARROW_AT_ONCE // (4 * max(1, g.shape[0])))  # widen g a few columns at a time
+        for lo in range(0, g.shape[1], step):
+            columns = slice(lo, lo + step)
+            out, narrow = total[columns], g[:, columns].t().to(total.dtype)
+            if more:
+                out.addmm_(narrow, wide)
+            else:  # not addmm with beta=0, which torch_xla leaves to the CPU
+                torch.mm(narrow, wide, out=out)

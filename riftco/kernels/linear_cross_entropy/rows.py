@@ -1,0 +1,101 @@
+"""The rows that are computed: those without a label or with weight 0 are dropped before any matmul."""
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .plan import Plan
+from .problem import Problem
+
+Where = slice | Tensor  # addresses the rows of a slice among all rows
+
+
+class Rows:
+    """Which rows of x are computed; `over` goes through them in slices.
+
+    n_labelled is an upper bound on the rows that carry loss, -1 for "compute all", None for "count them": that waits
+    for an accelerator once, and is not done while a CUDA graph is captured or on XLA.
+    """
+
+    def __init__(self, p: Problem, host_counts: bool):
+        self.p, self.x = p, p.x
+        self.total = p.rows.numel()
+        self.live = p.live().reshape(-1)
+        self.flat = p.x.view(self.total, p.C) if _one_stride(p.x) else None
+        self.index: Tensor | None = None
+        self.first, self.count, self.all_live = 0, self.total, False
+        self.short: Tensor | None = None  # on a device that is not waited for: n_labelled left labelled rows out
+        self._select(p.n_labelled, host_counts)
+
+    def _select(self, n_labelled: int | None, host_counts: bool) -> None:
+        live, total = self.live, self.total
+        waits = live.device.type == "xla" or (live.is_cuda and torch.cuda.is_current_stream_capturing())
+        if total == 0 or n_labelled == -1 or (n_labelled is None and waits):
+            return
+        if n_labelled is None or host_counts:
+            place = torch.arange(total, device=live.device)
+            count, first, last = torch.stack(
+                [live.sum(), place.where(live, total).amin(), place.where(live, -1).amax()]
+            ).tolist()  # the one wait
+            if n_labelled is not None and count > n_labelled:
+                raise ValueError(
+                    f"linear_cross_entropy: n_labelled={n_labelled}, but {count} rows carry a label and a weight"
+                )
+            self.count, self.all_live = count, True
+            if last - first + 1 == count:  # neighbours: a view, not a copy
+                self.first = first
+            elif count:
+                self.index = self._labelled_first()[:count]
+        elif n_labelled < total:
+            # what is left of n_labelled behind the labelled rows are rows that give 0
+            self.count, self.index = n_labelled, self._labelled_first()[:n_labelled]
+            self.short = live.sum() > n_labelled
+
+    def _labelled_first(self) -> Tensor:
+        """Row numbers, labelled ones first, each group in order."""
+        return self.live.logical_not().byte().sort(stable=True).indices
+
+    @property
+    def everything(self) -> bool:
+        """Whether every row is computed, so that outputs need no zeros."""
+        return self.count == self.total and self.index is None
+
+    def whole(self) -> tuple[Where, Tensor]:
+        """(where, x [count, C]) of all computed rows: a view of x where they lie together."""
+        where = slice(self.first, self.first + self.count) if self.index is None else self.index
+        return where, self._rows_of_x(where)
+
+    def over(self, plan: Plan) -> Iterator[tuple[Where, Tensor]]:
+        """(where, x [n, C]) of each slice."""
+        for lo in range(0, self.count, plan.rows):
+            hi = min(lo + plan.rows, self.count)
+            where = slice(self.first + lo, self.first + hi) if self.index is None else self.index[lo:hi]
+            yield where, self._rows_of_x(where)
+
+    def _rows_of_x(self, where: Where) -> Tensor:
+        if self.flat is not None:
+            x = self.flat[where]
+        else:
+            rows = torch.arange(where.start, where.stop, device=self.x.device) if isinstance(where, slice) else where
+            x = self.x[torch.unravel_index(rows, self.x.shape[:-1])]
+        return x if self.all_live else x.masked_fill(~self.live[where].unsqueeze(-1), 0.0)  # 0 * NaN would reach dW
+
+    def zeros_or_empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """An output with a row for every row of x: rows that are dropped keep 0."""
+        make = self.x.new_empty if self.everything else self.x.new_zeros
+        return make((self.total, *shape), dtype=dtype)
+
+
+def put(out: Tensor, where: Where, value: Tensor) -> None:
+    if isinstance(where, slice):
+        out[where] = value
+    else:
+        out.index_copy_(0, where, value)
+
+
+def _one_stride(x: Tensor) -> bool:
+    """Whether the leading dimensions of x merge into one without a copy."""
+    dims = [(size, stride) for size, stride in zip(x.shape[:-1], x.stride()[:-1]) if size != 1]
+    return x.numel() == 0 or all(a[1] == b[1] * b[0] for a, b in itertools.pairwise(dims))
