@@ -396,3 +396,32 @@ def test_metal_refuses_by_name(device, option):
     x, y = make(3, 9)
     with device.use(), pytest.raises(NotImplementedError, match=next(iter(option))):
         cross_entropy(x.requires_grad_(), y, **option)
+
+
+@pytest.mark.parametrize("device", support.device_params(("cuda",)))
+def test_more_than_2_31_logits(device):
+    x, y = torch.randn(17000, 131072, device="cuda", dtype=torch.bfloat16), torch.arange(17000, device="cuda")
+    a = x.requires_grad_()
+    cross_entropy(a, y, reduction="sum").backward()
+    for rows in (slice(0, 2), slice(16998, 17000)):
+        b = x.detach()[rows].double().requires_grad_()
+        F.cross_entropy(b, y[rows], reduction="sum").backward()
+        torch.testing.assert_close(a.grad[rows].double(), b.grad, rtol=2**-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("device", support.device_params(("cuda",)))
+def test_a_step_is_captured(device):
+    """Nothing waits for the device, not even for a denominator: the whole step goes into a CUDA graph."""
+    x, y = make(64, 5000, device="cuda")
+    x.requires_grad_()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            (want,) = torch.autograd.grad(cross_entropy(x, y, denominator=7), x)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (got,) = torch.autograd.grad(cross_entropy(x, y, denominator=7), x)
+    graph.replay()
+    assert torch.equal(got, want)

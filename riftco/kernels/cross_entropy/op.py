@@ -235,8 +235,10 @@ def cross_entropy(
             raise NotImplementedError(f"cross_entropy: no {logits.device.type} kernel writes inplace")
     over = None if reduction != "mean" else denominator_of(target, class_weight, ignore_index, denominator)
     if recorded and impl is None and reduction != "none" and not return_lse and _fused(logits):
-        if over is not None:
-            over = torch.as_tensor(over, device=logits.device).to(_acc(logits)).reshape(())
+        if isinstance(over, Tensor):
+            over = over.to(logits.device, _acc(logits))
+        elif over is not None:  # filled on the device: a copy from the host could not be captured in a CUDA graph
+            over = torch.full((), over, dtype=_acc(logits), device=logits.device)
         total, *out = SummedLoss.apply(*tensors, over, options, return_metrics, inplace)
         return (total, metrics_of(out, target, options)) if return_metrics else total
     if recorded and impl is None:
