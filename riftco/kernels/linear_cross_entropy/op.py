@@ -65,11 +65,7 @@ scale_ = define(
     "(Tensor(a!) g, Tensor scale) -> ()",
     fake=lambda g, scale: None,
     spec=f"{HERE}.spec:scale_",
-    launchers={
-        "cuda": "riftco.kernels.cross_entropy.cuda:scale_",
-        "mps": f"{HERE}.spec:scale_",
-        "xla": f"{HERE}.spec:scale_",
-    },
+    launchers={"cuda": "riftco.kernels.cross_entropy.cuda:scale_", "mps": f"{HERE}.spec:scale_"},
 )
 
 
@@ -97,7 +93,8 @@ class SummedLoss(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.options, ctx.dtypes = p[len(TENSOR_FIELDS) :], _dtypes(p)
         ctx.held_back = p.x.dtype == torch.float16 and factor is not None
-        ctx.traced = _traced()
+        # XLA's tensors are values: an operator there cannot write into its arguments
+        ctx.traced = _traced() or p.x.device.type == "xla"
         # In eager the first backward scales these buffers in place and gives them away; a second one (retain_graph)
         # recomputes. A traced backward cannot branch on having run before: it multiplies out of place.
         ctx.held = None if ctx.traced else grads
