@@ -146,7 +146,7 @@ def _tamed(p: Problem, d_loss: Tensor | None) -> tuple[Tensor | None, Tensor | N
     flat = d_loss.reshape(-1)
     if p.x.dtype != torch.float16 or flat.numel() == 0:
         return flat, None
-    largest = flat.detach().float().abs().amax()
+    largest = flat.detach().float().abs().amax(0)  # torch_xla mistakes the shape of amax()
     exponent = torch.frexp(largest).exponent.clamp(-100, 100)
     sound = largest.isfinite() & (largest > 0)
     factor = torch.where(sound, torch.ldexp(torch.ones_like(largest), exponent), 1.0)
