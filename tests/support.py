@@ -83,6 +83,11 @@ def device_params(names: tuple[str, ...] | None = None) -> list:
     return params
 
 
+def serves(cases, device: str, case: Case) -> bool:
+    """False where the device's kernel refuses one of the case's options by name; the room's tests hold the refusal."""
+    return not any(case.options.get(o) for o in getattr(cases, "REFUSED", {}).get(device, ()))
+
+
 def rooms() -> dict[str, object]:
     """Room name -> its cases module."""
     return {name: importlib.import_module(f"riftco.kernels.{name}.cases") for name in ROOMS}

@@ -11,10 +11,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def _params():
     for room, cases in ROOMS.items():
         for device in support.device_params(getattr(cases, "DEVICES", None)):
-            refused = getattr(cases, "REFUSED", {}).get(device.id, ())
-            for case in cases.CASES:
-                if any(case.options.get(o) for o in refused):
-                    continue  # the room's tests hold the refusal
+            for case in (c for c in cases.CASES if support.serves(cases, device.id, c)):
                 for dtype in getattr(cases, "DTYPES", DTYPES):
                     marks = list(device.marks) + ([pytest.mark.slow] if case.slow else [])
                     name = f"{room}-{device.id}-{str(dtype).removeprefix('torch.')}-{case.name.replace(' ', '_')}"

@@ -22,6 +22,7 @@ class Case:
         flops(case), bytes_moved(case, dtype): of forward and backward together, for the bench.
     and may offer:
         forward_flops(case): the forward's part of flops; then the bench times the backward by itself, too.
+        REFUSED: device -> names of options that its kernel refuses by name.
         TRAINED: names of the outputs that a training step sends gradients through; default all that have one.
     """
 

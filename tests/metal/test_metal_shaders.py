@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not DEVICE.available, reason=f"mps-emulated: {DE
 
 
 def small(cases):
-    return [c for c in cases.CASES if not c.slow]
+    return [c for c in cases.CASES if not c.slow and support.serves(cases, DEVICE.name, c)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
