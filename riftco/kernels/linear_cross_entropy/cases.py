@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .._cases import Case
 from ..nf4.quantize import quantize_nf4
+from ..nf4.weight import NF4Weight
 from . import spec
 from .op import denominator_of, linear_cross_entropy
 from .problem import Problem
@@ -77,8 +78,11 @@ def make_inputs(case: Case, generator: torch.Generator) -> dict[str, Tensor]:
             rows[-2:] = -1
         rows[0, -1] = rows[0, 0]  # equal labels, where there are several
     inputs = {"x": x, "weight": weight, "target": target.int() if o.get("int32") else target}
-    if o.get("frozen") or o.get("nf4"):
-        inputs["frozen_weight"] = inputs.pop("weight").float() if o.get("nf4") else inputs.pop("weight")
+    if o.get("frozen"):
+        inputs["frozen_weight"] = inputs.pop("weight")
+    if o.get("nf4"):
+        q = quantize_nf4(inputs.pop("weight").float())
+        inputs |= {"codes": q.codes, "absmax": q.scale}
     if o.get("bias"):
         inputs["bias"] = normal(V)
     if "R" in shape:
@@ -101,7 +105,7 @@ def exercises(case: Case, inputs: dict[str, Tensor]) -> bool:
 
 def _weight(inputs: dict[str, Tensor], case: Case):
     if case.options.get("nf4"):
-        return quantize_nf4(inputs["frozen_weight"])
+        return NF4Weight(inputs["codes"], inputs["absmax"], (case.shape["V"], case.shape["C"]))
     return inputs["weight"] if "weight" in inputs else inputs["frozen_weight"]
 
 
