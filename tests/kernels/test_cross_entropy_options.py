@@ -294,6 +294,27 @@ def test_rows_without_weight_are_not_read(device):
             assert loss.isfinite().all() and a.grad.isfinite().all() and a.grad[1:3].abs().sum() == 0
 
 
+@pytest.mark.parametrize("device", support.device_params(("cpu", "cpu-triton", "mps-emulated", "cuda")))
+@pytest.mark.parametrize("filler", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of the very values
+def test_rows_that_are_not_finite(device, filler):
+    """They say so as the spec does, in the loss, in lse and in the gradient's places, and reach no other row."""
+    x, y = make(4, 40)
+    x[1, 35], x[2, :36], y[2] = filler, filler, 36
+    if filler < 0:
+        x[3] = filler
+    with device.use(), support.poisoned():
+        a = x.to(device.torch_device).requires_grad_()
+        loss, lse = cross_entropy(a, y.to(a.device), reduction="none", return_lse=True)
+        (grad,) = torch.autograd.grad(loss.sum(), a)
+        (summed,) = torch.autograd.grad(cross_entropy(a, y.to(a.device), reduction="sum"), a)
+    b = x.double().requires_grad_()
+    want, want_lse = cross_entropy(b, y, reduction="none", return_lse=True, impl="spec")
+    (want_grad,) = torch.autograd.grad(want.sum(), b)
+    for got, exact in ((loss, want), (lse, want_lse), (grad, want_grad), (summed, want_grad)):
+        torch.testing.assert_close(got.detach().cpu(), exact.detach().float(), equal_nan=True)
+
+
 @DEVICE_NAMES
 def test_labels_outside_touch_nothing(device):
     """NaN for their row only, for int32 and int64, far outside too; the buffer around the gradient stays."""

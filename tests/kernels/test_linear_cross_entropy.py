@@ -437,7 +437,7 @@ LABELS, KERNEL = "riftco.kernels.linear_cross_entropy.labels", "riftco.kernels.c
         (LABELS, "mass * log_p.expm1()", "self.weights * log_p.expm1()", "top-k"),
         (LABELS, ") * self.slope", ")", "top-k, softcap, none"),
         (KERNEL, "tl.store(g_row + y * stride_g, hot", "tl.store(g_row + y * stride_g, a", "many slices"),
-        (KERNEL, "lse * lse) * row_weight", "lse * lse)", "row weights and bias"),
+        (KERNEL, "lse * lse)) * row_weight", "lse * lse))", "row weights and bias"),
         (KERNEL, "else 1.0) * row_weight * scale", "else 1.0) * scale", "row weights and bias"),
     ],
 )  # fmt: skip

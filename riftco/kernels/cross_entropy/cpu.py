@@ -149,7 +149,9 @@ def _gradient_(call: _Call, rows: _Rows, u: Tensor, up, extra, slope, total: Ten
         up = torch.where(rows.valid, up if rows.weight is None else up * rows.weight, torch.nan)
         w = 1.0 if call.class_weight is None else call.class_weight[rows.label]
         a = (1 - call.label_smoothing) * w * up
-        rest = (call.label_smoothing / V * call.weight_sum + 2 * call.z_loss * lse) * up + k
+        rest = call.label_smoothing / V * call.weight_sum * up + k
+        if call.z_loss:  # 0 times an infinite lse would be NaN
+            rest = rest + 2 * call.z_loss * lse * up
         even = call.label_smoothing / V * up
         hot, k = a * log_p.expm1() + rest * p - even * w, a + rest
     else:

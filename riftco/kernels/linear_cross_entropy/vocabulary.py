@@ -104,7 +104,9 @@ def _coefficients(p: Problem, target, row_weight, upstream, top, log_total) -> t
         up = up * row_weight.to(top.dtype)
     inside = (target >= 0) & (target < p.V)
     a = up if p.class_weight is None else up * p.class_weight[target.where(inside, 0)].to(top.dtype)
-    k = a + 2 * p.z_loss * lse_of(top, log_total, p.softcap, p.logit_scale) * up
+    k = a
+    if p.z_loss:  # 0 times an infinite lse would be NaN
+        k = a + 2 * p.z_loss * lse_of(top, log_total, p.softcap, p.logit_scale) * up
     return torch.where(target < p.V, k, torch.nan), a
 
 

@@ -51,6 +51,12 @@ def log1p(x):
 
 
 @triton.jit
+def times(z_loss, x):
+    """z_loss * x; without a z_loss 0, also where x is infinite."""
+    return tl.where(z_loss == 0.0, 0.0, z_loss * x)
+
+
+@triton.jit
 def score(x, cap, slope, SOFTCAP: tl.constexpr):
     """u of spec.py; slope = logit_scale / softcap."""
     x = x.to(tl.float32)

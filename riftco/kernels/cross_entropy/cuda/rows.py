@@ -113,13 +113,13 @@ def forward_rows(
         loss = -a * log_p
         if SMOOTH:
             loss -= rest * log_p + smoothing / V * s * q
-        loss = (loss + z_loss * lse * lse) * row_weight
+        loss = (loss + pieces.times(z_loss, lse * lse)) * row_weight
         if METRICS:
             entropy = log_total - s * (h + e_y * tl.where(e_y > 0, d_y, 0.0)) / total
         if GRAD:
             up = (tl.load(up_ptr + n * stride_up).to(tl.float32) if HAS_UP else 1.0) * row_weight * scale
             up = tl.where(y < V, up, float("nan"))
-            rest = (rest + 2 * z_loss * lse) * up
+            rest = (rest + pieces.times(2 * z_loss, lse)) * up
             k = (a * up + rest) / total
             even = smoothing / V * up
             if KEPT + full * BLOCK < V:
@@ -182,7 +182,7 @@ def backward_rows(
         up = (tl.load(up_ptr + n * stride_up).to(tl.float32) if HAS_UP else 0.0) * row_weight * scale
         up = tl.where(y < V, up, float("nan"))
         a, rest, even_y = _weights_of(class_weight_ptr, weight_sum_ptr, y, V, smoothing, CLASS)
-        rest = (rest + 2 * z_loss * (s * top + log_total)) * up
+        rest = (rest + pieces.times(2 * z_loss, s * top + log_total)) * up
         if HAS_UP_LSE:
             rest += tl.load(up_lse_ptr + n * stride_lse).to(tl.float32) * scale
         k = (a * up + rest) * tl.exp(-log_total)
