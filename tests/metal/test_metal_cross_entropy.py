@@ -144,11 +144,11 @@ LSE = "f->setArg(4, lse);\n    f->setArg(5, params);"
 @pytest.mark.parametrize(
     "old,new,caught",
     [
-        (OUTPUTS, OUTPUTS.replace("3", "5").replace("4", "3").replace("5", "4"), "loss: err="),
+        (OUTPUTS, OUTPUTS.replace("loss", "lse"), "loss: err=nan"),
         (INPUTS, INPUTS.replace("1", "2").replace("0", "1").replace("2", "0"), "a tensor of 8-byte elements"),
         (LSE, "f->setArg(5, params);", "buffer(4) was not set"),
     ],
-    ids=["outputs swapped", "inputs swapped", "one left out"],
+    ids=["one output for both", "inputs swapped", "one left out"],
 )
 def test_a_wrong_buffer_index_in_the_launch_code_is_caught(tmp_path, old, new, caught):
     """In a process of its own: an operator library can be loaded once."""
@@ -168,8 +168,7 @@ support.check_case(cases, next(c for c in cases.CASES if c.name == "odd sizes"),
 """
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    # swapped outputs also write past the smaller one, which the allocator may notice at the end
-    assert done.returncode != 0 and caught in done.stderr, done.stderr
+    assert done.returncode == 1 and caught in done.stderr, done.stderr
 
 
 def test_more_rows_than_threadgroups():
