@@ -8,6 +8,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# torch_xla keeps 2,048 compiled graphs; on a CPU each holds some hundred memory maps, of which Linux allows 65,530
+os.environ.setdefault("XLA_COMPILATION_CACHE_SIZE", "64")
 
 import collections
 

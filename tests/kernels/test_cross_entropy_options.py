@@ -57,6 +57,26 @@ def test_finite_differences_with_masked_rows(shape, weighted):
     assert torch.autograd.gradcheck(lambda t: cross_entropy(t, y, row_weight=w), x, fast_mode=True)
 
 
+@pytest.mark.parametrize("device", support.device_params(("cpu", "cpu-triton", "mps-emulated", "cuda")))
+@pytest.mark.parametrize("shape", [(10, 5, 4, 3), (30000, 2, 1, 1)])
+def test_finite_differences_of_the_kernels(device, shape):
+    """The same shapes in float32, as float64 goes past the kernels: along the gradient, a step each way."""
+    x, y = make(*shape[1:], shape[0], device=device.torch_device)
+    y.view(-1)[1:2] = -1
+    w = torch.rand(y.shape, device=x.device) + 0.5
+    x.requires_grad_()
+
+    def loss(t):
+        return cross_entropy(t, y, row_weight=w).double()
+
+    with device.use(), support.poisoned():
+        (g,) = torch.autograd.grad(loss(x), x)
+        along = g / g.norm()
+        for way in (along, torch.randn_like(x) * 0.1 / x[0].numel() ** 0.5 + along):
+            slope = (loss(x + 0.03 * way) - loss(x - 0.03 * way)) / 0.06
+            torch.testing.assert_close(slope, (g * way).sum().double(), rtol=2e-3, atol=0)
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.15])
 @pytest.mark.parametrize("weighted", [False, True])
 @DEVICE_NAMES

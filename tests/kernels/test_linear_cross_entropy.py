@@ -299,6 +299,48 @@ def test_edges(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_none_takes_any_upstream(device):
+    """A gradient a row, 0 in row 0 included; weights 2, 2 double it, of 1, 0 only the first row is left."""
+    x, weight, y = make(6, device=device.torch_device)
+    up = torch.randn(6, device=x.device)
+    up[0] = 0
+    leaves = [t.requires_grad_() for t in (x, weight)]
+    with device.use():
+        got = grads(linear_cross_entropy(x, weight, y, reduction="none", slice_bytes=400), *leaves, grad_outputs=up)
+    want = grads(plain_torch(x, weight, y, reduction="none"), *leaves, grad_outputs=up)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w)
+    assert got[0][0].abs().sum() == 0 and got[0][1].abs().sum() > 0
+
+    def step(rows, weights):
+        w = torch.tensor(weights, device=x.device)
+        with device.use():
+            return grads(linear_cross_entropy(x[:rows], weight, y[:rows], row_weight=w), weight)[0]
+
+    torch.testing.assert_close(step(2, [2.0, 2.0]), 2 * step(2, [1.0, 1.0]))
+    torch.testing.assert_close(step(2, [1.0, 0.0]), step(1, [1.0]) / 2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype,bad", [(torch.int32, 2**31 - 1), (torch.int64, 2**40), (torch.int64, 33)])
+def test_labels_outside_touch_nothing(device, dtype, bad):
+    """NaN for their row and for what is summed over rows; the other rows' losses and d_x are what they were."""
+    x, weight, y = make(5, device=device.torch_device)
+    y = y.to(dtype)
+    x.requires_grad_()
+    with device.use(), support.poisoned():
+        want = linear_cross_entropy(x, weight, y, reduction="none", slice_bytes=300)
+        (d_want,) = grads(want.sum(), x)
+        y[2] = bad
+        got = linear_cross_entropy(x, weight, y, reduction="none", slice_bytes=300)
+        (d_got,) = grads(got.sum(), x)
+        assert linear_cross_entropy(x, weight, y, slice_bytes=300).isnan()
+    assert got[2].isnan() and d_got[2].isnan().all()
+    kept = [0, 1, 3, 4]
+    assert torch.equal(got[kept], want[kept]) and torch.equal(d_got[kept], d_want[kept])
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_two_backward_passes_share_nothing(device):
     """With retain_graph each pass has gradients of its own, whatever became of the first ones."""
     x, weight, y = make(5, device=device.torch_device)

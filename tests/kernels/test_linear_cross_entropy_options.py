@@ -226,6 +226,23 @@ def test_confident_rows(device):
     torch.testing.assert_close(d_x.double(), -torch.sigmoid(-exact), rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("p", [0.9, 0.99, 0.999])
+def test_confident_rows_in_bf16(device, p):
+    """p - 1 is rounded to bfloat16 once, at the end: every element of the gradient within one rounding."""
+    C = V = 70
+    x = torch.randn(4, C).bfloat16()
+    x[:, 0] = (x.double()[:, 1:].logsumexp(-1) + math.log(p / (1 - p))).bfloat16()
+    weight = torch.eye(V, C).bfloat16().to(device.torch_device)  # the logits are x itself
+    y = torch.zeros(4, dtype=torch.long)
+    wide = x.double().requires_grad_()
+    (want,) = grads(F.cross_entropy(wide, y), wide)
+    a = x.to(weight.device).requires_grad_()
+    with device.use():
+        (got,) = grads(linear_cross_entropy(a, weight, y.to(a.device), slice_bytes=300), a)
+    torch.testing.assert_close(got.cpu().double(), want, rtol=2**-6, atol=1e-30)
+
+
 def test_narrowing_in_place():
     for n in (1, 2, 3, 1000, 1023):
         wide = torch.randn(n, 3)
