@@ -1,9 +1,16 @@
-"""Chat files to packed batches: reading, rendering, order, packing."""
+"""Chat and token files to packed batches: reading, rendering, order, packing."""
 
-from .batch import IGNORE, Batch, Loader, pack
+from .batch import IGNORE, Batch, pack
 from .chat import Dataset, Example, Message, load_examples, parse_record, render
 from .errors import DataError
+from .geometry import Geometry
+from .loader import Loader
+from .packing import best_fit
+from .plan import RowPlan
 from .sampler import ShuffledOrder, WindowSampler
+from .staging import Staging
+from .stream import StreamLoader
+from .tokens import TokenArrays, TokenLoader, load_tokens
 
 __all__ = [
     "IGNORE",
@@ -11,11 +18,19 @@ __all__ = [
     "DataError",
     "Dataset",
     "Example",
+    "Geometry",
     "Loader",
     "Message",
+    "RowPlan",
     "ShuffledOrder",
+    "Staging",
+    "StreamLoader",
+    "TokenArrays",
+    "TokenLoader",
     "WindowSampler",
+    "best_fit",
     "load_examples",
+    "load_tokens",
     "pack",
     "parse_record",
     "render",

@@ -95,10 +95,8 @@ def load_examples(
     reading = _Reading()
     for number, line in _lines(path):
         try:
-            example = render(parse_line(line), template, line=number)
-            if max_length is not None and len(example) > max_length:
-                example = _shortened(example, max_length, truncate)
-                reading.truncated += 1
+            example, cut = example_of(line, template, number, max_length=max_length, truncate=truncate)
+            reading.truncated += cut
             reading.examples.append(example)
         except ValueError as bad:  # DataError, and what the tokenizer or the template refuses
             why = f"{path}:{number}: {bad}"
@@ -109,6 +107,16 @@ def load_examples(
         reason = f"all {len(reading.skipped)} lines are bad; the first: {reading.skipped[0]}" if reading.skipped else ""
         raise DataError(f"{path}: no examples in this file{': ' + reason if reason else '; it is empty'}")
     return Dataset(str(path), tuple(reading.examples), tuple(reading.skipped), reading.truncated)
+
+
+def example_of(
+    line: str, template: Template, number: int, *, max_length: int | None, truncate: bool
+) -> tuple[Example, bool]:
+    """One line's example, and whether its end was cut off."""
+    example = render(parse_line(line), template, line=number)
+    if max_length is None or len(example) <= max_length:
+        return example, False
+    return _shortened(example, max_length, truncate), True
 
 
 def _lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .errors import DataError
+from .geometry import INT32_MAX
 
 
 class ShuffledOrder:
@@ -66,6 +67,8 @@ class WindowSampler:
     def __init__(self, tokens: Sequence[int], context: int, batch: int, seed: int):
         if context < 1 or batch < 1:
             raise DataError(f"context and batch must be 1 or more; got {context} and {batch}")
+        if batch * context > INT32_MAX:
+            raise OverflowError(f"a batch of {batch} x {context} tokens does not fit 32-bit offsets")
         if len(tokens) <= context:
             raise DataError(f"the corpus has {len(tokens)} tokens; a context of {context} needs at least {context + 1}")
         self.tokens, self.context, self.batch = tokens, context, batch

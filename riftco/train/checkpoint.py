@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-FORMAT = 1
+FORMAT = 2  # 1: positions counted documents, now packed rows
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "state.safetensors"
 NAME = re.compile(r"step-(\d{8})")
 

@@ -177,7 +177,7 @@ def test_damage_is_named(tmp_path):
     weights.write_bytes(data)
     with pytest.raises(CheckpointError, match=r"model.safetensors is missing or changed\); delete this folder"):
         open_checkpoint(folder)
-    (folder / "manifest.json").write_text('{"format": 1}')
+    (folder / "manifest.json").write_text('{"format": 2}')
     with pytest.raises(CheckpointError, match=r"manifest\.json names no files"):
         open_checkpoint(folder)
     (folder / "manifest.json").write_text("{")
@@ -195,8 +195,8 @@ def test_another_format_or_base_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"another base model than model.gguf"):
         check_base(open_checkpoint(folder), "b" * 64, "model.gguf")
     manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 7}))
-    with pytest.raises(CheckpointError, match="format 7 is not supported"):
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 1}))
+    with pytest.raises(CheckpointError, match="format 1 is not supported; this riftco reads 2"):
         open_checkpoint(folder)
 
 
