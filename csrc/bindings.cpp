@@ -10,6 +10,10 @@
 TORCH_LIBRARY(riftco_mps, m) {
   m.def("built_with() -> str", [] { return std::string(RIFTCO_TORCH_VERSION); });
   m.def(
+      "launch(str source, str name, Tensor(a!)[] outputs, Tensor[] inputs, int[] numbers, float[] reals, int groups, "
+      "int threads, bool exact) -> ()",
+      &riftco::launch);
+  m.def(
       "cross_entropy_fwd(str source, Tensor logits, Tensor target, Tensor? row_weight, Tensor(a!) loss, "
       "Tensor(b!) lse, int ignore_index, int inner, int stride_outer, int stride_inner) -> ()",
       &riftco::cross_entropy_fwd);

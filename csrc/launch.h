@@ -9,6 +9,7 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <vector>
 
 namespace riftco {
 
@@ -55,5 +56,11 @@ inline uint64_t group_threads(const KernelFunction& f, int64_t work, uint64_t mo
 // Threadgroups for `rows` rows; a kernel strides over the rows that are left. Enough to fill every Apple GPU, few
 // enough that the grid's 32-bit thread count never overflows.
 inline uint64_t group_count(int64_t rows) { return std::min<int64_t>(rows, 4096); }
+
+// Launches `name` of a shader whose buffers are the outputs, the inputs and then one struct: 64-bit numbers first, then
+// floats. `threads` of a threadgroup: as many as there is work for, or exactly so many where the shader counts on it.
+void launch(std::string source, std::string name, const std::vector<Tensor>& outputs,
+            const std::vector<Tensor>& inputs, const std::vector<int64_t>& numbers,
+            const std::vector<double>& reals, int64_t groups, int64_t threads, bool exact);
 
 }  // namespace riftco

@@ -8,13 +8,17 @@ from __future__ import annotations
 import functools
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 PACKAGE = pathlib.Path(__file__).parent
 INSTALLED = PACKAGE / "shaders"  # where setup.py puts csrc/metal in a wheel
 CHECKOUT = PACKAGE.parents[1] / "csrc" / "metal"
+SUFFIXES = {
+    torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
 
 _find_extension: Callable[[], pathlib.Path] | None = None
 
@@ -43,6 +47,26 @@ def ops():
             f"riftco: the Metal extension was built with torch {built_with}; this is {torch.__version__}. {REBUILD}"
         )
     return torch.ops.riftco_mps
+
+
+def launch(
+    shader: str, kernel: str, dtypes: Sequence[torch.dtype], outputs: Sequence[Tensor], inputs: Sequence[Tensor | None],
+    numbers: Sequence[int] = (), reals: Sequence[float] = (), *, groups: int, threads: int, exact: bool = False,
+) -> None:  # fmt: skip
+    """Launch the kernel of <shader>.metal whose host_name is `kernel` and the names of `dtypes`.
+
+    Args:
+        outputs, inputs: its buffers, in this order. None for an input that a flag among `numbers` says is not read.
+        numbers, reals: the 64-bit and the float members of its struct, which is the last buffer.
+        groups: threadgroups that there is work for; a kernel strides over what more than 4,096 leave.
+        threads: of a threadgroup, rounded up to whole simdgroups and at most 256; or exactly so many with `exact`.
+    """
+    if missing := [t for t in dtypes if t not in SUFFIXES]:
+        raise NotImplementedError(f"riftco: {kernel} has no Metal kernel for {missing[0]}")
+    name = "_".join((kernel, *(SUFFIXES[t] for t in dtypes)))
+    # every buffer must be bound
+    bound = [outputs[0].new_empty(1, dtype=torch.uint8) if t is None else t for t in inputs]
+    ops().launch(source(shader), name, list(outputs), bound, list(numbers), list(reals), groups, threads, exact)
 
 
 REBUILD = "Build it against the torch that is installed: pip install --no-build-isolation --force-reinstall riftco"

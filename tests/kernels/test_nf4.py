@@ -15,7 +15,7 @@ from riftco.functional import NF4Weight, dequantize_nf4, nf4_linear, quantize_nf
 from riftco.kernels.nf4 import cases, cpu, op
 from riftco.kernels.nf4.quantize import dynamic_map
 
-DEVICES = support.device_params(("cpu", "cpu-triton", "cuda"))
+DEVICES = support.device_params(("cpu", "cpu-triton", "mps-emulated", "cuda"))
 
 
 def test_the_grid_of_the_second_level_is_not_the_nearest_entry():

@@ -8,7 +8,7 @@ from . import spec
 from .weight import NF4Weight
 
 HERE = "riftco.kernels.nf4"
-LAUNCHERS = {"cpu": "cpu", "cuda": "cuda", "mps": "spec", "xla": "spec"}
+LAUNCHERS = {"cpu": f"{HERE}.cpu", "cuda": f"{HERE}.cuda", "mps": "riftco.metal.nf4", "xla": f"{HERE}.spec"}
 
 
 def _fake_fwd(x, codes, absmax, bias, N, K, block_size):
@@ -28,21 +28,21 @@ fwd = define(
     "(Tensor x, Tensor codes, Tensor absmax, Tensor? bias, SymInt N, SymInt K, int block_size) -> Tensor",
     fake=_fake_fwd,
     spec=f"{HERE}.spec:forward",
-    launchers={device: f"{HERE}.{file}:forward" for device, file in LAUNCHERS.items()},
+    launchers={device: f"{module}:forward" for device, module in LAUNCHERS.items()},
 )
 bwd = define(
     "nf4_linear_bwd",
     "(Tensor d_y, Tensor codes, Tensor absmax, SymInt N, SymInt K, int block_size) -> Tensor",
     fake=_fake_bwd,
     spec=f"{HERE}.spec:backward",
-    launchers={device: f"{HERE}.{file}:backward" for device, file in LAUNCHERS.items()},
+    launchers={device: f"{module}:backward" for device, module in LAUNCHERS.items()},
 )
 dequantize = define(
     "nf4_dequantize",
     "(Tensor codes, Tensor absmax, SymInt numel, int block_size, ScalarType dtype) -> Tensor",
     fake=_fake_dequantize,
     spec=f"{HERE}.spec:dequantize",
-    launchers={device: f"{HERE}.{file}:dequantize" for device, file in LAUNCHERS.items()},
+    launchers={device: f"{module}:dequantize" for device, module in LAUNCHERS.items()},
 )
 
 
@@ -91,8 +91,8 @@ def nf4_linear(x: Tensor, q: NF4Weight, bias: Tensor | None = None, *, impl: str
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, each named.
 
-    Devices: cpu (blocks of at most 16 MiB of decoded weight), cuda (Triton, decodes inside the product), mps and xla
-        (plain torch, dequantises the weight whole for the call).
+    Devices: cpu (blocks of at most 16 MiB of decoded weight), cuda (Triton, decodes inside the product), mps (Metal,
+        likewise), xla (plain torch, dequantises the weight whole for the call).
     Numerics: W is rounded once to x's dtype, as in bitsandbytes; float32 accumulation; deterministic.
     Source: Dettmers et al. 2023, "QLoRA", equations 5 and 6.
     """
@@ -118,7 +118,7 @@ def dequantize_nf4(q: NF4Weight, dtype: torch.dtype) -> Tensor:
     Raises:
         ValueError: a dtype that is not floating.
 
-    Devices: cpu, cuda (Triton), mps, xla.
+    Devices: cpu, cuda (Triton), mps (Metal), xla.
     Numerics: equal to bitsandbytes.functional.dequantize_4bit.
     """
     if not dtype.is_floating_point:
