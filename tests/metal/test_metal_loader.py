@@ -74,7 +74,7 @@ def test_setup_builds_the_extension_on_a_mac(monkeypatch):
     runpy.run_path("setup.py")
     (extension,) = asked["ext_modules"]
     assert extension.name == "riftco._C" and "-std=c++20" in extension.extra_compile_args
-    assert extension.sources == ["csrc/bindings.cpp"] and "csrc/launch.h" in extension.depends
+    assert extension.sources == ["csrc/bindings.cpp", "csrc/launch.cpp"] and "csrc/launch.h" in extension.depends
     assert ("RIFTCO_TORCH_VERSION", f'"{torch.__version__}"') in extension.define_macros
 
 
