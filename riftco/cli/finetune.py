@@ -36,6 +36,13 @@ def finetune(
     max_length: Annotated[int | None, Opt("--max-length", help="Longest example [the model's context].")] = None,
     truncate: Annotated[bool | None, Opt("--truncate", help="Cut longer examples instead of refusing them.")] = None,
     skip_bad: Annotated[bool | None, Opt("--skip-bad", help="Leave bad lines out and count them.")] = None,
+    stream: Annotated[bool | None, Opt("--stream", help="Read --data as it is needed: for huge files.")] = None,
+    auto_micro_batch: Annotated[
+        bool | None, Opt("--auto-micro-batch", help="Out of memory: halve the micro-batches, same update.")
+    ] = None,
+    duty_cycle: Annotated[
+        float | None, Opt("--duty-cycle", help="Compute this fraction of the time, leave the rest to others [1].")
+    ] = None,
     weight_decay: Annotated[float | None, Opt("--weight-decay", help="Decoupled weight decay [0].")] = None,
     gradient_clip: Annotated[float | None, Opt("--gradient-clip", help="Largest global gradient norm [1].")] = None,
     seed: Annotated[int | None, Opt("--seed", help="Of the order, the adapter and dropout [0].")] = None,

@@ -1,5 +1,6 @@
 """The training loop, its metrics, failures, evaluation and checkpoints."""
 
+from .duty import DutyCycle
 from .evaluate import evaluate
 from .failures import StepAbandoned, TrainerPoisoned
 from .loop import Trainer, current_progress
@@ -7,6 +8,7 @@ from .metrics import Evaluation, Progress, RunReport, TrainingMetric
 from .schedule import Schedule
 
 __all__ = [
+    "DutyCycle",
     "Evaluation",
     "Progress",
     "RunReport",

@@ -17,7 +17,20 @@ DTYPES = ("auto", "fp32", "bf16")
 DEFAULT_LR = {"qlora": 2e-4, "lora": 2e-4, "full": 2e-5}
 # May change on --resume; everything else decides what the losses are, and must stay.
 CHANGEABLE = frozenset(
-    {"output", "steps", "epochs", "save_every", "eval_every", "keep", "device", "model", "data", "eval"}
+    {
+        "output",
+        "steps",
+        "epochs",
+        "save_every",
+        "eval_every",
+        "keep",
+        "device",
+        "model",
+        "data",
+        "eval",
+        "auto_micro_batch",
+        "duty_cycle",
+    }
 )
 
 
@@ -49,6 +62,9 @@ class FinetuneConfig:
     max_length: int | None = None
     truncate: bool = False
     skip_bad: bool = False
+    stream: bool = False
+    auto_micro_batch: bool = False
+    duty_cycle: float = 1.0
     weight_decay: float = 0.0
     gradient_clip: float = 1.0
     seed: int = 0
@@ -84,6 +100,12 @@ class FinetuneConfig:
             raise ConfigError(f"--eval-split must be in [0, 1); got {self.eval_split}")
         if not 0 <= self.weight_decay < math.inf:
             raise ConfigError(f"--weight-decay must be 0 or more; got {self.weight_decay}")
+        if not 0 < self.duty_cycle <= 1:
+            raise ConfigError(f"--duty-cycle must be in (0, 1]; got {self.duty_cycle}")
+        if self.stream and self.steps is None:
+            raise ConfigError("--stream needs --steps: nobody counts the examples of a streamed file beforehand")
+        if self.stream and self.eval_split:
+            raise ConfigError("--stream and --eval-split exclude each other; hold a file out with --eval")
         if self.eval and self.eval_split:
             raise ConfigError("--eval and --eval-split exclude each other; give one of them")
         if self.steps is not None and self.epochs is not None:

@@ -16,6 +16,10 @@ class TrainerPoisoned(RuntimeError):
     """
 
 
+class OutOfMemory(Exception):
+    """A step that can be computed again in smaller micro-batches."""
+
+
 def out_of_memory(error: BaseException) -> bool:
     """Whether `error` says that an allocation failed, on any device."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):

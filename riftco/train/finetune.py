@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 
 from .. import __version__
 from ..adapters import LoraSpec, apply_lora, load_adapter, save_adapter
-from ..data import Batch, DataError, Dataset, Example, Loader, load_examples
+from ..data import Batch, DataError, Dataset, Example, Loader, StreamLoader, load_examples
 from ..functional import attention_backward
 from ..models import Decoder, Tokenizer, base_digest, load_model, load_tokenizer, save_hf
 from ..models.config import DecoderConfig
@@ -35,6 +35,7 @@ from ..models.tokenizer import SOURCE
 from ..optim import Adam
 from .checkpoint import check_base, checkpoints, open_checkpoint, save_checkpoint, sweep, write_file
 from .config import ConfigError, FinetuneConfig, configured, pick_device
+from .duty import DutyCycle
 from .evaluate import evaluate
 from .failures import StepAbandoned
 from .interrupt import Interrupt, stop_signals
@@ -158,6 +159,8 @@ class Run:
 
         trainer.on_progress = goes_on
         trainer.sinks = (self.reporter.metric, metrics.append)
+        if trainer.limiter is not None:
+            trainer.limiter.stopped = lambda: bool(asked)
         self.reporter.begin(trainer.step, trainer.schedule.steps)
         try:
             while trainer.step < trainer.schedule.steps and not asked:
@@ -175,6 +178,11 @@ class Run:
             ) from error
         finally:
             self.reporter.end()
+        if isinstance(trainer.source, StreamLoader) and trainer.source.skipped:
+            first = trainer.source.skipped_lines[:1]
+            self.reporter.note(
+                f"skipped {trainer.source.skipped} bad lines{'; the first: ' if first else ''}{''.join(first)}"
+            )
         return tuple(metrics)
 
     def _save(self) -> None:
@@ -248,26 +256,20 @@ def prepare(given: Mapping[str, Any], *, resume: bool = False, reporter: Reporte
     digest = base_digest(source.path)
     saved = _latest(output, config, digest) if resume else None
     tokenizer = load_tokenizer(source.path, cache_dir=output / TOKENIZER if resume else None, source=source)
-    data = _read(config.data, tokenizer, config, source.config.max_position_embeddings, reporter)
-    held_out: list[Example] = []
-    train = list(data.examples)
-    if config.eval:
-        held_out = list(_read(config.eval, tokenizer, config, source.config.max_position_embeddings, reporter).examples)
-    elif config.eval_split:
-        train, held_out = _split(train, config)
+    context = source.config.max_position_embeddings
+    loader, held_out = _data(config, tokenizer, context, reporter)
     record = {
         "format": FORMAT,
         "riftco": __version__,
         "config": config.asdict(),
         "base_digest": digest,
-        "data_digest": _digest(config.data),
+        "data_digest": base_digest(config.data) if config.stream else _digest(config.data),
         "result_step": stored["result_step"] if stored else 0,
     }
     if stored and stored["data_digest"] != record["data_digest"]:
         raise ConfigError(
             f"{config.data} is not what the run was trained on; restore the file, or use another --output"
         )
-    loader = _loader(config.data, train, config)
     schedule = _schedule(config, loader)
     result = output / (MODEL if config.method == "full" else ADAPTER)
     if saved is not None and saved.step >= schedule.steps and saved.step == record["result_step"] and result.exists():
@@ -278,7 +280,16 @@ def prepare(given: Mapping[str, Any], *, resume: bool = False, reporter: Reporte
     model, spec = _model(config, device, saved)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = Adam(trained, lr=config.rate, weight_decay=config.weight_decay, gradient_clip=config.gradient_clip)
-    trainer = Trainer(model, optimizer, loader, schedule, accumulate=config.accumulate, device=device)
+    trainer = Trainer(
+        model,
+        optimizer,
+        loader,
+        schedule,
+        accumulate=config.accumulate,
+        device=device,
+        auto_micro_batch=config.auto_micro_batch,
+        limiter=DutyCycle(config.duty_cycle) if config.duty_cycle < 1 else None,
+    )
     torch.manual_seed(config.seed)
     if saved is not None:
         trainer.load_state_dict(saved.state, saved.tensors)
@@ -342,10 +353,47 @@ def _latest(output: pathlib.Path, config: FinetuneConfig, digest: str):
     return saved
 
 
-def _read(path: str, tokenizer: Tokenizer, config: FinetuneConfig, context: int, reporter: Reporter) -> Dataset:
+def _data(
+    config: FinetuneConfig, tokenizer: Tokenizer, context: int, reporter: Reporter
+) -> tuple[Loader | StreamLoader, list[Example]]:
+    """What is trained on, and what is held out."""
+    held_out: list[Example] = []
+    if config.eval:
+        held_out = list(_read(config.eval, tokenizer, config, context, reporter).examples)
+    if config.stream:
+        _check_length(config, context)
+        return _stream(config, tokenizer, context), held_out
+    train = list(_read(config.data, tokenizer, config, context, reporter).examples)
+    if config.eval_split:
+        train, held_out = _split(train, config)
+    return _loader(config.data, train, config), held_out
+
+
+def _stream(config: FinetuneConfig, tokenizer: Tokenizer, context: int) -> StreamLoader:
+    loader = StreamLoader(
+        config.data,
+        tokenizer,
+        config.batch_tokens,
+        config.seed,
+        max_length=config.max_length or context,
+        truncate=config.truncate,
+        skip_bad=config.skip_bad,
+    )
+    start = loader.state_dict()
+    loader.next()  # a file that cannot be trained on is refused before anything is written
+    loader.load_state_dict(start)
+    return loader
+
+
+def _check_length(config: FinetuneConfig, context: int) -> int:
     longest = config.max_length or context
     if longest > context:
         raise ConfigError(f"--max-length {longest} is longer than this model's context of {context} tokens")
+    return longest
+
+
+def _read(path: str, tokenizer: Tokenizer, config: FinetuneConfig, context: int, reporter: Reporter) -> Dataset:
+    longest = _check_length(config, context)
     data = load_examples(path, tokenizer, max_length=longest, truncate=config.truncate, skip_bad=config.skip_bad)
     if data.skipped:
         reporter.note(f"{path}: skipped {len(data.skipped)} bad lines; the first: {data.skipped[0]}")
@@ -378,8 +426,12 @@ def _longest(examples: list[Example], config: FinetuneConfig) -> int:
     return max(config.batch_tokens, max(len(e) for e in examples))
 
 
-def _schedule(config: FinetuneConfig, loader: Loader) -> Schedule:
-    steps = config.steps or -(-loader.count() // config.accumulate)
+def _schedule(config: FinetuneConfig, loader: Loader | StreamLoader) -> Schedule:
+    if isinstance(loader, StreamLoader):
+        assert config.steps is not None  # FinetuneConfig refuses a stream without
+        steps = config.steps
+    else:
+        steps = config.steps or -(-loader.count() // config.accumulate)
     return Schedule(config.rate, steps, config.schedule, min(config.warmup, steps))
 
 

@@ -16,10 +16,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..data import Batch
-from .failures import StepAbandoned, TrainerPoisoned, device_failed, diagnostic, out_of_memory
+from ..data import Batch, RowPlan, Staging
+from ..functional import sliced_head_loss
+from .duty import DutyCycle
+from .failures import OutOfMemory, StepAbandoned, TrainerPoisoned, device_failed, diagnostic, out_of_memory
 from .metrics import Progress, RunReport, TrainingMetric, peak_bytes
 from .schedule import Schedule
+from .state import Writes, flatten_optimizer, random_state, set_random_state, unflatten_optimizer
+
+MOST_STEPS = 2**24  # the optimizer counts its steps in float32
 
 _PROGRESS: contextvars.ContextVar[Progress | None] = contextvars.ContextVar("riftco_progress", default=None)
 
@@ -55,10 +60,17 @@ class Trainer:
         sinks: each is handed every metric.
         on_progress: called after each micro-batch; False asks to stop. A finished step stays, an unfinished one is
             discarded as if it had never begun.
+        auto_micro_batch: on running out of memory halve every micro-batch, by documents, and compute the step again:
+            the same update, up to rounding. It stays halved.
+        limiter: leaves a part of the time to others.
 
     Attributes:
         step: completed optimizer steps.
         abandoned: the diagnostics of steps that were dropped.
+        halvings: how often micro-batches are halved.
+
+    Raises:
+        OverflowError: a horizon beyond the optimizer's step counter.
     """
 
     def __init__(
@@ -72,13 +84,19 @@ class Trainer:
         device: torch.device | str = "cpu",
         sinks: Iterable[Callable[[TrainingMetric], None]] = (),
         on_progress: Callable[[Progress], bool | None] | None = None,
+        auto_micro_batch: bool = False,
+        limiter: DutyCycle | None = None,
     ):
         if accumulate < 1:
             raise ValueError(f"accumulate must be 1 or more; got {accumulate}")
+        if schedule.steps > MOST_STEPS:
+            raise OverflowError(f"a horizon of {schedule.steps} steps does not fit the optimizer's counter")
         self.model, self.optimizer, self.source, self.schedule = model, optimizer, source, schedule
         self.accumulate, self.device = accumulate, torch.device(device)
         self.sinks, self.on_progress = tuple(sinks), on_progress
-        self.step = 0
+        self.auto_micro_batch, self.limiter = auto_micro_batch, limiter
+        self._staging = Staging(self.device) if self.device.type == "cuda" else None
+        self.step, self.halvings = 0, 0
         self.abandoned: list[str] = []
         self._poison = ""
 
@@ -89,8 +107,7 @@ class Trainer:
             StepAbandoned: this step is dropped, earlier ones stand; calling run again goes on.
             TrainerPoisoned: build the trainer again and restore a checkpoint.
         """
-        if self._poison:
-            raise TrainerPoisoned(f"this trainer is unusable since: {self._poison}; restore a checkpoint")
+        self._refuse_poisoned()
         last = self.schedule.steps if steps is None else min(self.step + steps, self.schedule.steps)
         metrics: list[TrainingMetric] = []
         scope = _PROGRESS.set(None)
@@ -121,20 +138,21 @@ class Trainer:
                 batches = [b for b in (self.source.next() for _ in range(self.accumulate)) if b is not None]
             if not batches:
                 return None, True
-            labelled = sum(b.n_labelled for b in batches)
-            loss = torch.zeros((), device=self.device)
-            for i, batch in enumerate(batches, 1):
-                with self._guard(data, random):
-                    loss += self._micro_batch(batch, labelled)
-                if i < len(batches) and not self._tell(i, batches):
-                    self._restore(data, random)
-                    return None, False
-            norm, clip_scale = self._commit(loss, data)
+            computed = self._compute(batches, data, random)
+            if computed is None:
+                self._stop()
+                self._restore(data, random)
+                return None, False
+            plan, loss = computed
+            norm, clip_scale = self._commit(loss, data, random)
             committed = True
-            metric = self._metric(batches, labelled, float(loss), norm, clip_scale, started, data)
+            metric = self._metric(plan, float(loss), norm, clip_scale, started, data)
             for sink in self.sinks:
                 sink(metric)
-            return metric, self._tell(len(batches), batches)
+            goes_on = self._tell(len(plan.physical), plan)
+            if not goes_on:
+                self._stop()
+            return metric, goes_on
         except (StepAbandoned, TrainerPoisoned):
             raise
         except BaseException:  # an interrupt or a caller's own error: undo the unfinished step and pass it on
@@ -144,24 +162,58 @@ class Trainer:
         finally:
             self.optimizer.zero_grad(set_to_none=True)
 
-    def _micro_batch(self, batch: Batch, labelled: int) -> Tensor:
+    def _compute(
+        self, batches: list[Batch], data: Mapping[str, Any], random: Mapping[str, Tensor]
+    ) -> tuple[RowPlan, Tensor] | None:
+        """Forward and backward of every micro-batch: the step's rows and mean loss; None where a stop was asked for."""
+        while True:
+            parts = halved(batches, self.halvings)
+            plan = RowPlan.of(parts, self.accumulate if not self.halvings else len(parts))
+            smaller = self.auto_micro_batch and len(halved(parts, 1)) > len(parts)
+            loss = torch.zeros((), device=self.device)
+            try:
+                for i, part in enumerate(parts, 1):
+                    with self._guard(data, random, retry=smaller):
+                        loss += self._micro_batch(part, plan)
+                    if i < len(parts) and not self._tell(i, plan):
+                        return None
+                return plan, loss
+            except OutOfMemory:
+                self.halvings += 1
+                self.optimizer.zero_grad(set_to_none=True)
+                set_random_state(random, self.device)
+                if self.device.type == "cuda":
+                    torch.cuda.empty_cache()
+
+    def _micro_batch(self, batch: Batch, plan: RowPlan) -> Tensor:
         """Forward and backward; the micro-batch's share of the step's mean loss."""
-        there = batch.to(self.device)
-        loss = self.model.loss(
-            there.input_ids,
-            there.target,
-            there.row_weight,
-            there.n_labelled,
-            max(labelled, 1),
-            positions=there.positions,
-            cu_seqlens=there.cu_seqlens,
-            max_seqlen=there.max_seqlen,
-        )
+        if self.limiter is not None:
+            self.limiter.wait()
+        started = time.perf_counter()
+        there = batch.to(self.device) if self._staging is None else self._staging(batch)
+        where = {"positions": there.positions, "cu_seqlens": there.cu_seqlens, "max_seqlen": there.max_seqlen}
+        if there.topk_ids is None:
+            loss = self.model.loss(
+                there.input_ids, there.target, there.row_weight, there.n_labelled, plan.denominator, **where
+            )
+        else:
+            loss = sliced_head_loss(
+                self.model.hidden(there.input_ids, **where),
+                self.model.lm_head,
+                there.topk_ids,
+                topk=there.topk_weights,
+                row_weight=there.row_weight,
+                denominator=plan.denominator,
+            )
         loss.backward()
+        if self.limiter is not None:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self.limiter.worked(time.perf_counter() - started)
         return loss.detach().float()
 
     @contextlib.contextmanager
-    def _guard(self, data: Mapping[str, Any], random: Mapping[str, Tensor]) -> Iterator[None]:
+    def _guard(self, data: Mapping[str, Any], random: Mapping[str, Tensor], *, retry: bool = False) -> Iterator[None]:
         """Before the commit: which class an error belongs to. A data error moves past its batch; running out of
         memory comes back to it."""
         try:
@@ -170,20 +222,34 @@ class Trainer:
             if device_failed(error):
                 raise self._poisoned(error, data) from error
             memory = out_of_memory(error)
-            self._restore(data if memory else self.source.state_dict(), random)
-            then = "the same batch comes next; lower --batch-tokens" if memory else "the batch after it comes next"
-            why = f"step {self.step + 1} abandoned, {then}: {diagnostic(error)}"
-            self.abandoned.append(why)
-            raise StepAbandoned(why) from error
+            if memory and retry:
+                raise OutOfMemory from error
+            raise self._abandoned(error, data if memory else self.source.state_dict(), random, memory) from error
 
-    def _commit(self, loss: Tensor, data: Mapping[str, Any]) -> tuple[float, float]:
+    def _abandoned(self, error: Exception, data, random, memory: bool) -> StepAbandoned:
+        self._restore(data, random)
+        then = "the batch after it comes next"
+        if memory:
+            then = "the same batch comes next; lower --batch-tokens" + (
+                ", or --max-length: it is one document" if self.auto_micro_batch else ", or give --auto-micro-batch"
+            )
+        why = f"step {self.step + 1} abandoned, {then}: {diagnostic(error)}"
+        self.abandoned.append(why)
+        return StepAbandoned(why)
+
+    def _commit(self, loss: Tensor, data: Mapping[str, Any], random: Mapping[str, Tensor]) -> tuple[float, float]:
         """Clip and Adam, all or nothing. A gradient that is not finite leaves everything as it was."""
         lr = self.schedule.at(self.step + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        writes = Writes()
         try:
-            norm, clip_scale = (float(v) for v in self.optimizer.step())
+            with writes:
+                norm, clip_scale = self.optimizer.step()
+            norm, clip_scale = float(norm), float(clip_scale)
         except BaseException as error:  # an interrupt inside the commit leaves parameters as doubtful as a fault
+            if isinstance(error, Exception) and out_of_memory(error) and not writes.begun:  # clipping, or its buffers
+                raise self._abandoned(error, data, random, memory=True) from error
             raise self._poisoned(error, data) from error
         if not math.isfinite(norm):
             why = (
@@ -195,27 +261,32 @@ class Trainer:
         self.step += 1
         return norm, clip_scale
 
-    def _metric(self, batches, labelled, loss, norm, clip_scale, started, data) -> TrainingMetric:
-        physical = sum(b.physical_tokens for b in batches)
+    def _metric(self, plan: RowPlan, loss, norm, clip_scale, started, data) -> TrainingMetric:
+        physical = plan.physical_tokens
         return TrainingMetric(
             step=self.step,
             loss=loss,
             gradient_norm=norm,
             clip_scale=clip_scale,
             lr=self.schedule.at(self.step),
-            tokens=labelled,
+            tokens=plan.labelled_tokens,
             physical_tokens=physical,
             tokens_per_s=physical / max(time.perf_counter() - started, 1e-9),
             peak_bytes=peak_bytes(self.device),
             epoch=data.get("epoch", 0),
         )
 
-    def _tell(self, done: int, batches: list[Batch]) -> bool:
+    def _tell(self, done: int, plan: RowPlan) -> bool:
         """Report a finished micro-batch; False when the caller asks to stop."""
-        step = self.step if done == len(batches) else self.step + 1
-        progress = Progress(step, self.schedule.steps, done, len(batches), batches[done - 1].physical_tokens)
+        micro = len(plan.physical)
+        step = self.step if done == micro else self.step + 1
+        progress = Progress(step, self.schedule.steps, done, micro, plan.physical[done - 1])
         _PROGRESS.set(progress)
         return self.on_progress is None or self.on_progress(progress) is not False
+
+    def _stop(self) -> None:
+        if self.limiter is not None:
+            self.limiter.drop()
 
     def _restore(self, data: Mapping[str, Any], random: Mapping[str, Tensor]) -> None:
         self.source.load_state_dict(data)
@@ -226,61 +297,35 @@ class Trainer:
         self._poison = f"step {self.step + 1} failed, parameters may be partly written: {diagnostic(error)}"
         return TrainerPoisoned(f"{self._poison}; restore a checkpoint")
 
+    def _refuse_poisoned(self) -> None:
+        if self._poison:
+            raise TrainerPoisoned(
+                f"this trainer is unusable since: {self._poison}; build it again and restore a checkpoint"
+            )
+
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Everything but the weights: JSON values, and tensors by name."""
+        self._refuse_poisoned()
         optimizer, tensors = flatten_optimizer(self.optimizer.state_dict())
-        state = {"step": self.step, "data": self.source.state_dict(), "optimizer": optimizer}
+        state = {
+            "step": self.step,
+            "halvings": self.halvings,
+            "data": self.source.state_dict(),
+            "optimizer": optimizer,
+        }
         return state, tensors | {f"random.{k}": v for k, v in random_state(self.device).items()}
 
     def load_state_dict(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Go on where `state_dict` was taken."""
+        self._refuse_poisoned()
         self.source.load_state_dict(state["data"])
         self.optimizer.load_state_dict(unflatten_optimizer(state["optimizer"], tensors))
-        self.step = state["step"]
+        self.step, self.halvings = state["step"], state["halvings"]
         set_random_state({k[7:]: v for k, v in tensors.items() if k.startswith("random.")}, self.device)
 
 
-def random_state(device: torch.device) -> dict[str, Tensor]:
-    """The state of torch's generators that a step draws from (dropout)."""
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    elif device.type == "mps":
-        states["mps"] = torch.mps.get_rng_state()
-    return states
-
-
-def set_random_state(states: Mapping[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states["cpu"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
-    elif device.type == "mps" and "mps" in states:
-        torch.mps.set_rng_state(states["mps"])
-
-
-def flatten_optimizer(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """torch's optimizer state_dict as JSON values and tensors named "optimizer.<parameter>.<slot>"."""
-    tensors: dict[str, Tensor] = {}
-    values: dict[str, dict[str, Any]] = {}
-    for parameter, slots in state["state"].items():
-        for slot, value in slots.items():
-            if isinstance(value, Tensor):
-                tensors[f"optimizer.{parameter}.{slot}"] = value.detach().to("cpu", copy=True).contiguous()
-            else:
-                values.setdefault(str(parameter), {})[slot] = value
-    return {"param_groups": state["param_groups"], "values": values}, tensors
-
-
-def unflatten_optimizer(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    slots: dict[int, dict[str, Any]] = {int(p): dict(v) for p, v in state["values"].items()}
-    for parameter, slot, tensor in _named(tensors):
-        slots.setdefault(parameter, {})[slot] = tensor
-    groups = [{k: tuple(v) if k == "betas" else v for k, v in g.items()} for g in state["param_groups"]]
-    return {"state": slots, "param_groups": groups}
-
-
-def _named(tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, str, Tensor]]:
-    for name, tensor in tensors.items():
-        if name.startswith("optimizer."):
-            _, parameter, slot = name.split(".", 2)
-            yield int(parameter), slot, tensor
+def halved(batches: list[Batch], times: int) -> list[Batch]:
+    """Every batch in up to 2 ** times batches of whole documents."""
+    for _ in range(times):
+        batches = [half for b in batches for half in b.halves()]
+    return batches

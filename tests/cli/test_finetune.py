@@ -203,6 +203,8 @@ def test_bad_models(riftco, chat, tmp_path):
         (("--seed", 2**63), "--seed must fit in 64 bits"),
         (("--steps", 0), "--steps must be a whole number of 1 or more"),
         (("--lr", 0), "--lr must be above 0"),
+        (("--duty-cycle", 0), "--duty-cycle must be in (0, 1]"),
+        (("--stream", "--steps", 3, "--eval-split", 0.5), "exclude each other; hold a file out with --eval"),
         (("--method", "magic"), "--method must be one of qlora, lora, full; got 'magic'"),
         (("--device", "cuda:63"), "sees no such device"),
         (("--eval-split", 0.01), "leaves none to evaluate on"),
@@ -316,6 +318,42 @@ def test_skip_bad_counts(riftco, model, chat, tmp_path):
     broken.write_text(pathlib.Path(chat).read_text() + "{oops\n")
     done = riftco("finetune", "--model", model, "--data", broken, "--output", tmp_path / "run", *SMALL, "--skip-bad")
     assert "skipped 1 bad lines; the first: " in done.stdout
+
+
+def test_a_streamed_file_resumes_like_one_in_memory(riftco, model, chat, tmp_path):
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text(pathlib.Path(chat).read_text() + "{oops\n")
+    plan = ("--schedule", "constant", "--warmup", 0, "--dropout", 0.2, "--log-json")
+    options = ("--model", model, "--data", broken, "--stream", "--skip-bad", *SMALL, *plan)
+    done = riftco("finetune", *options, "--output", tmp_path / "whole")
+    assert "skipped 1 bad lines; the first: " in done.stdout
+    first = losses(riftco("finetune", *options, "--output", tmp_path / "run", "--steps", 3))
+    rest = losses(riftco("finetune", "--resume", "--output", tmp_path / "run", "--steps", 6, "--log-json"))
+    assert first + rest == losses(done)
+    text = refused(riftco, tmp_path / "x", "--model", model, "--data", chat, "--stream")
+    assert "--stream needs --steps" in text
+    text = refused(riftco, tmp_path / "x", "--model", model, "--data", tmp_path / "no", "--stream", "--steps", 1)
+    assert "no such file" in text
+
+
+def test_memory_that_runs_out_halves_the_micro_batch(riftco, model, chat, tmp_path, monkeypatch):
+    from riftco.models import Decoder
+
+    real = Decoder.loss
+
+    def loss(self, input_ids, *args, **kwargs):
+        if len(input_ids) > 100:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(self, input_ids, *args, **kwargs)
+
+    options = ("--model", model, "--data", chat, *SMALL, "--batch-tokens", 200, "--log-json")
+    plain = losses(riftco("finetune", *options, "--output", tmp_path / "plain"))
+    monkeypatch.setattr(Decoder, "loss", loss)
+    failed = riftco("finetune", *options, "--output", tmp_path / "failed", code=1)
+    assert "step 1 abandoned, the same batch comes next; lower --batch-tokens" in failed.stderr
+    halved = losses(riftco("finetune", *options, "--output", tmp_path / "halved", "--auto-micro-batch"))
+    for a, b in zip(plain, halved, strict=True):
+        assert b == pytest.approx(a, rel=1e-4)
 
 
 def test_debug_shows_the_traceback(riftco, chat, tmp_path):

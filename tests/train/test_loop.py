@@ -3,11 +3,15 @@
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 from train.tiny import VOCABULARY, ClippedAdamW, TinyModel, examples, parts
 
-from riftco.data import Loader, pack
+from riftco.data import Loader, TokenArrays, TokenLoader, pack
+from riftco.models import Decoder, DecoderConfig
+from riftco.models.rotary import Rope
+from riftco.optim import Adam
 from riftco.train import Schedule, StepAbandoned, Trainer, TrainerPoisoned, current_progress, evaluate
 
 
@@ -89,6 +93,26 @@ def test_accumulation_changes_neither_loss_nor_update():
         assert a.tokens == b.tokens
     for k in after_one:
         torch.testing.assert_close(after_one[k], after_four[k], rtol=1e-4, atol=1e-5)
+
+
+def test_top_k_labels_train_like_their_dense_loss():
+    torch.manual_seed(0)
+    config = DecoderConfig("llama", 20, 16, 24, 1, 2, 1, 8, 64, Rope(8, 1e4))
+    model = Decoder(config)
+    ids = np.random.default_rng(0).integers(0, 20, (3, 7))
+    topk = np.random.default_rng(1).integers(0, 20, (3, 7, 3))
+    weights = np.random.default_rng(2).random((3, 7, 3), dtype=np.float32)
+    weights[1, :, 2], topk[1, :, 1] = 0, topk[1, :, 0]  # duplicates add up
+    source = TokenLoader(TokenArrays(ids, topk_ids=topk, topk_weights=weights), 21, seed=0)
+    logits = torch.log_softmax(model(torch.from_numpy(ids)), -1)
+    dense = torch.zeros(3, 7, 20).scatter_add(-1, torch.from_numpy(topk), torch.from_numpy(weights))
+    want = -(dense * logits).sum() / 21
+    want.backward()
+    norm = math.sqrt(sum(float((p.grad.double() ** 2).sum()) for p in model.parameters()))
+    (metric,) = Trainer(model, Adam(model.parameters()), source, Schedule(0.1, 10)).run(1).metrics
+    assert metric.loss == pytest.approx(float(want.detach()), rel=1e-5)
+    assert metric.gradient_norm == pytest.approx(norm, rel=1e-4)
+    assert metric.tokens == 21
 
 
 def test_the_last_epoch_ends_the_run_with_a_shorter_step():
