@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
-    torch.uint8: "u8", torch.int8: "i8",
+    torch.uint8: "u8", torch.int8: "i8", torch.bool: "i1",
 }  # fmt: skip
 
 
@@ -110,6 +110,19 @@ def cached_attention(dtype: torch.dtype, cached: str, D: int) -> None:
         cuda.write(layer.k, layer.v, layer.k_scale, layer.v_scale, torch.arange(runs * rows), k, k)
 
 
+def adam(dtype: torch.dtype) -> None:
+    """A step with whole moments, with pages, and with pages of codes."""
+    from riftco.kernels.adam import cuda, quantized
+
+    params, grads = [torch.empty(3, 5000, dtype=dtype)], [torch.empty(3, 5000, dtype=dtype)]
+    steps, slab = [torch.zeros(())], torch.zeros(2, 8, 4096)
+    _, scale, committed = cuda.norm(grads, 1.0)
+    options = committed, scale, torch.zeros(()), 0.9, 0.999, 1e-8, 0.1, True
+    cuda.step(params, grads, [torch.empty(3, 5000)], [torch.empty(3, 5000)], steps, *options)
+    for pages in (slab, torch.zeros(8, quantized.page_bytes(4096), dtype=torch.uint8)):
+        cuda.paged_step(params, grads, [pages], [0], [0], 4096, steps, *options)
+
+
 def report(calls: list[tuple[JITFunction, dict, dict]], capability: int) -> None:
     for kernel, arguments, options in calls:
         shared, spilled = build(kernel, arguments, options, capability)
@@ -122,6 +135,11 @@ VARIANTS = (
 )  # fmt: skip
 
 if __name__ == "__main__":
+    if sys.argv[2] == "adam":
+        with recorded() as calls:
+            adam(getattr(torch, sys.argv[3]))
+        report(calls, int(sys.argv[1]))
+        sys.exit()
     if sys.argv[2] == "cached":
         with recorded() as calls:
             cached_attention(getattr(torch, sys.argv[3]), sys.argv[4], int(sys.argv[5]))

@@ -54,6 +54,13 @@ def finetune(
     attention: Annotated[
         str | None, Opt("--attention", help="flash (default), or materialized: quadratic memory, for comparison.")
     ] = None,
+    optimizer_state: Annotated[
+        str | None,
+        Opt(
+            "--optimizer-state",
+            help="How Adam keeps its moments: contiguous, paged (qlora's) or paged-8bit.",
+        ),
+    ] = None,
     save_every: Annotated[int | None, Opt("--save-every", help="Steps between checkpoints [100].")] = None,
     keep: Annotated[int | None, Opt("--keep", help="How many checkpoints to keep [2].")] = None,
     eval_every: Annotated[int | None, Opt("--eval-every", help="Steps between evaluations [only at the ends].")] = None,

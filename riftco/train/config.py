@@ -14,6 +14,7 @@ from .schedule import KINDS
 
 METHODS = ("qlora", "lora", "full")
 DTYPES = ("auto", "fp32", "bf16")
+OPTIMIZER_STATES = ("auto", "contiguous", "paged", "paged-8bit")
 DEFAULT_LR = {"qlora": 2e-4, "lora": 2e-4, "full": 2e-5}
 # May change on --resume; everything else decides what the losses are, and must stay.
 CHANGEABLE = frozenset(
@@ -72,6 +73,7 @@ class FinetuneConfig:
     dtype: str = "auto"
     activation_checkpointing: str = "disabled"
     attention: str = "flash"
+    optimizer_state: str = "auto"
     save_every: int = 100
     keep: int = 2
     eval_every: int = 0
@@ -80,6 +82,7 @@ class FinetuneConfig:
         _choice("--method", self.method, METHODS)
         _choice("--dtype", self.dtype, DTYPES)
         _choice("--attention", self.attention, ATTENTION)
+        _choice("--optimizer-state", self.optimizer_state, OPTIMIZER_STATES)
         _choice("--schedule", self.schedule, KINDS)
         for name in ("rank", "batch_tokens", "accumulate", "save_every", "keep"):
             _at_least(name, getattr(self, name), 1)
@@ -114,6 +117,13 @@ class FinetuneConfig:
     @property
     def rate(self) -> float:
         return DEFAULT_LR[self.method] if self.lr is None else self.lr
+
+    @property
+    def moments(self) -> str:
+        """How Adam keeps its moments: in pages for QLoRA unless said otherwise."""
+        if self.optimizer_state != "auto":
+            return self.optimizer_state
+        return "paged" if self.method == "qlora" else "contiguous"
 
     def asdict(self) -> dict[str, Any]:
         return asdict(self)

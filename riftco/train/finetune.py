@@ -279,7 +279,13 @@ def prepare(given: Mapping[str, Any], *, resume: bool = False, reporter: Reporte
         )
     model, spec = _model(config, device, saved)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = Adam(trained, lr=config.rate, weight_decay=config.weight_decay, gradient_clip=config.gradient_clip)
+    optimizer = Adam(
+        trained,
+        lr=config.rate,
+        weight_decay=config.weight_decay,
+        gradient_clip=config.gradient_clip,
+        state=config.moments,
+    )
     trainer = Trainer(
         model,
         optimizer,

@@ -1,4 +1,4 @@
-"""The optimizer around `adam_step`: torch.optim's interface and state_dict."""
+"""The optimizer around the Adam ops: torch's interface and state_dict."""
 
 from collections.abc import Callable, Iterable
 from itertools import chain
@@ -7,9 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import op
+from . import op, quantized
+from .pages import Passage, Pool
 
 THEIRS = ("amsgrad", "maximize", "differentiable", "foreach", "capturable", "fused")  # torch's options, not ours
+STATES = ("contiguous", "paged", "paged-8bit")
+MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names
+CODED = ("state1", "state2", "absmax1", "absmax2")  # bitsandbytes' names
+WRAPPED = "__bnb_optimizer_quant_state__"  # where its state_dict keeps them
 
 
 class Adam(torch.optim.Optimizer):
@@ -25,7 +30,16 @@ class Adam(torch.optim.Optimizer):
         betas, eps, weight_decay: as torch.optim.AdamW (weight_decay is 0 unless given).
         decoupled: True decays the parameter (AdamW), False adds weight_decay * parameter to the gradient (Adam).
         gradient_clip: largest global norm over all groups, or None.
-        state: "contiguous" keeps each moment in one tensor shaped as its parameter.
+        state: "contiguous" keeps each moment in one tensor shaped as its parameter; "paged" in pages, with results that
+            are bit-equal; "paged-8bit" in pages of 8-bit codes with a float32 scale for each 256 elements, as
+            bitsandbytes' Adam8bit: a quarter of the memory. There tensors below 4,096 elements keep float32.
+        page_size: elements of a page, a multiple of 256. Pages are allocated, and brought from the host, in slabs of
+            8 MiB.
+        device_bytes: how many bytes of pages stay on the parameters' device (None: all). The others lie in host memory,
+            pinned for a CUDA device, and pass through three slabs there while the step runs.
+
+    A paged state_dict holds the moments whole, in host memory; an 8-bit one the codes by bitsandbytes' names (step,
+    state1, state2, absmax1, absmax2). Each form loads any form.
 
     Raises:
         ValueError: options, parameters or gradients that do not fit, each named; sparse gradients.
@@ -42,11 +56,20 @@ class Adam(torch.optim.Optimizer):
         decoupled: bool = True,
         gradient_clip: float | None = None,
         state: str = "contiguous",
+        page_size: int = 4096,
+        device_bytes: int | None = None,
     ):
-        if state != "contiguous":
-            raise ValueError(f"Adam: state {state!r} is not supported; supported: 'contiguous'")
+        if state not in STATES:
+            raise ValueError(f"Adam: state must be one of {', '.join(STATES)}; got {state!r}")
+        if page_size < quantized.BLOCK or page_size % quantized.BLOCK:
+            raise ValueError(f"Adam: page_size must be a multiple of {quantized.BLOCK}; got {page_size}")
+        if device_bytes is not None and (device_bytes < 0 or state == "contiguous"):
+            raise ValueError(f"Adam: device_bytes must be 0 or more, of a paged state; got {device_bytes}, {state!r}")
         op.check_options(lr, betas, eps, weight_decay, gradient_clip)
         self.gradient_clip = gradient_clip
+        self.form, self.page_size, self.device_bytes = state, page_size, device_bytes
+        self.pools: dict[torch.dtype, Pool] = {}
+        self.passage: Passage | None = None
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "decoupled_weight_decay": decoupled})
 
@@ -81,27 +104,100 @@ class Adam(torch.optim.Optimizer):
             device = self.param_groups[0]["params"][0].device if self.param_groups[0]["params"] else None
             return torch.zeros((), device=device), torch.ones((), device=device)
         self._check(groups, grads[0].device)
+        self._allocate([p for _, params in groups for p in params])
+        hosted = self._fetch([p for _, params in groups for p in params])
         norm, scale, committed = op.norm(grads, self.gradient_clip)
+        updates = []  # (parameters of one kind of accumulation, what an update of them needs)
         for group, params in groups:
-            for double in (False, True):  # the two kinds of accumulation do not mix in one launch
-                some = [p for p in params if (p.dtype == torch.float64) == double]
-                if not some:
-                    continue
-                states = [self._state(p) for p in some]
-                m, v, count = ([s[key] for s in states] for key in ("exp_avg", "exp_avg_sq", "step"))
-                rate = op.rate_tensor(group["lr"], m)
+            for acc in dict.fromkeys(_accumulation(p) for p in params):
+                some = [p for p in params if _accumulation(p) == acc]
+                rate = op.rate_tensor(group["lr"], acc, grads[0].device)
                 rest = *group["betas"], group["eps"], group["weight_decay"], group["decoupled_weight_decay"]
-                op.step(some, [p.grad for p in some], m, v, count, committed, scale.to(m[0].dtype), rate, *rest)
+                updates.append((some, (committed, scale.to(acc), rate, *rest)))
+        for params, options in updates:
+            states = [self.state[p] for p in params]
+            count = [s["step"] for s in states]
+            if self.form == "contiguous":
+                m, v = ([s[name] for s in states] for name in MOMENTS)
+                op.step(params, [p.grad for p in params], m, v, count, *options)
+            else:
+                op.advance(count, committed)
+        if self.form != "contiguous":
+            self._step_pages(updates, hosted)
         return norm, scale
 
-    def _state(self, p: Tensor) -> dict[str, Tensor]:
-        state = self.state[p]
-        if not state:
-            acc = torch.promote_types(p.dtype, torch.float32)
-            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-            state["exp_avg"] = torch.zeros_like(p, dtype=acc, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(p, dtype=acc, memory_format=torch.preserve_format)
-        return state
+    def _step_pages(self, updates, hosted: list[tuple[Pool, int]]) -> None:
+        for pool in self.pools.values():
+            resident = [(s, start) for s, start, away in zip(pool.slabs, pool.starts, pool.hosted) if not away]
+            if resident:
+                self._update(updates, pool, *zip(*resident))
+
+        def arrived(k: int, slab: Tensor) -> None:
+            pool, at = hosted[k]
+            self._update(updates, pool, [slab], [pool.starts[at]])
+
+        if hosted:
+            assert self.passage is not None
+            self.passage.run(arrived)
+
+    def _update(self, updates, pool: Pool, slabs, starts) -> None:
+        """The updates of all elements whose pages lie in these slabs."""
+        low, high = starts[0], starts[-1] + pool.pages_in(slabs[-1])
+        for params, options in updates:
+            some = [
+                p
+                for p in params
+                if self._pool(p) is pool and p.numel() and self.state[p]["page"] < high
+                and self.state[p]["page"] + -(-p.numel() // self.page_size) > low
+            ]  # fmt: skip
+            if some:
+                states = [self.state[p] for p in some]
+                firsts, count = ([s[key] for s in states] for key in ("page", "step"))
+                op.paged_step(
+                    some, [p.grad for p in some], list(slabs), list(starts), firsts, self.page_size, count, *options
+                )
+
+    def _fetch(self, params: list[Tensor]) -> list[tuple[Pool, int]]:
+        """(pool, slab) of what lies in host memory and is needed now; the first ones are on their way."""
+        needed = dict.fromkeys(
+            (self._pool(p), at)
+            for p in params
+            if self.form != "contiguous"
+            for at in self._pool(p).touched(self.state[p]["page"], p.numel())
+        )
+        hosted = [(pool, at) for pool, at in needed if pool.hosted[at]]
+        if hosted:
+            self.passage = self.passage or Passage(params[0].device)
+            self.passage.begin([pool.slabs[at] for pool, at in hosted])
+        return hosted
+
+    def _pool(self, p: Tensor) -> Pool:
+        coded = self.form == "paged-8bit" and p.numel() >= quantized.SMALLEST and p.dtype != torch.float64
+        dtype = torch.uint8 if coded else _accumulation(p)
+        if dtype not in self.pools:
+            self.pools[dtype] = Pool(self.page_size, dtype, p.device, self._left)
+        return self.pools[dtype]
+
+    def _left(self) -> int | None:
+        """Bytes that more pages may take on the device."""
+        if self.device_bytes is None:
+            return None
+        return self.device_bytes - sum(pool.resident_bytes for pool in self.pools.values())
+
+    def _allocate(self, params: list[Tensor]) -> None:
+        """State of those parameters that have none."""
+        fresh = [p for p in params if not self.state[p]]
+        for p in fresh:
+            self.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+            if self.form == "contiguous":
+                for name in MOMENTS:
+                    acc = _accumulation(p)
+                    self.state[p][name] = torch.zeros_like(p, dtype=acc, memory_format=torch.preserve_format)
+        if self.form != "contiguous":
+            for pool in dict.fromkeys(self._pool(p) for p in fresh):
+                some = [p for p in fresh if self._pool(p) is pool]
+                for p, first in zip(some, pool.grow([p.numel() for p in some])):
+                    self.state[p]["page"] = first
 
     def _check(self, groups, device) -> None:
         """Before anything is changed."""
@@ -114,8 +210,27 @@ class Adam(torch.optim.Optimizer):
                 if p.device != device:
                     raise ValueError(f"Adam: all parameters must be on one device; got {device} and {p.device}")
 
+    def state_dict(self) -> dict[str, Any]:
+        packed = super().state_dict()
+        if self.form == "contiguous":
+            return packed
+        if self.passage is not None:
+            self.passage.lanes.finish()
+        numbers = {p: n for n, p in enumerate(chain.from_iterable(g["params"] for g in self.param_groups))}
+        for p, state in self.state.items():
+            pool = self._pool(p)
+            values = pool.read(state["page"], p.numel())
+            if len(values) == len(CODED):
+                whole = dict(zip(CODED, (*(c.view(p.shape) for c in values[:2]), *values[2:])))
+            else:
+                whole = dict(zip(MOMENTS, (m.view(p.shape) for m in values)))
+            packed["state"][numbers[p]] = {"step": state["step"], **whole}
+        return packed
+
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this class or of torch.optim.AdamW or Adam (not amsgrad or maximize).
+        """Load a state of this class in any form, of torch.optim.AdamW or Adam (not amsgrad or maximize), or of
+        bitsandbytes' 8-bit AdamW.
 
         torch's own loading would cast the moments to the parameters' dtype; here they stay float32.
         """
@@ -124,21 +239,51 @@ class Adam(torch.optim.Optimizer):
                 if group.get(option):
                     raise ValueError(f"Adam: a state saved with {option}=True cannot be continued")
         decoupled = [group["decoupled_weight_decay"] for group in self.param_groups]
-        super().load_state_dict(state_dict)
+        super().load_state_dict({**state_dict, "state": {}})
         for group, ours in zip(self.param_groups, decoupled):
             group.setdefault("decoupled_weight_decay", ours)
             for option in THEIRS:
                 group.pop(option, None)
+        if self.passage is not None:
+            self.passage.lanes.finish()
         names = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         params = chain.from_iterable(group["params"] for group in self.param_groups)
-        for name, p in zip(names, params):
-            saved = state_dict["state"].get(name)
-            if saved:
-                self.state.pop(p, None)
-                state = self._state(p)
-                state["step"].copy_(torch.as_tensor(saved["step"]))
-                state["exp_avg"].copy_(saved["exp_avg"])
-                state["exp_avg_sq"].copy_(saved["exp_avg_sq"])
+        pairs = [(p, state_dict["state"][n]) for n, p in zip(names, params) if state_dict["state"].get(n)]
+        self.pools.clear()
+        self.state.clear()
+        self._allocate([p for p, _ in pairs])
+        for p, saved in pairs:
+            self._load(p, {k: v for k, v in saved.items() if k != WRAPPED} | saved.get(WRAPPED, {}))
+
+    def _load(self, p: Tensor, saved: dict[str, Any]) -> None:
+        state = self.state[p]
+        state["step"].copy_(torch.as_tensor(saved["step"]))
+        coded = saved.get("state1")
+        coded = coded is not None and coded.dtype == torch.uint8
+        names = MOMENTS if "exp_avg" in saved else CODED[:2]
+        into_codes = self.form != "contiguous" and self._pool(p).dtype == torch.uint8
+        if coded and into_codes:
+            values = [saved[name].reshape(-1) for name in CODED]
+        else:
+            values = [saved[name].reshape(-1) for name in names]
+            if coded:
+                scales = (saved[name] for name in CODED[2:])
+                values = [quantized.decoded(*x) for x in zip(values, scales, (True, False))]
+            if into_codes:
+                codes, absmax = zip(*(quantized.encoded(x, s) for x, s in zip(values, (True, False))))
+                values = [*codes, *absmax]
+        if self.form == "contiguous":
+            for name, value in zip(MOMENTS, values):
+                state[name].copy_(value.view(p.shape))
+        else:
+            self._pool(p).write(state["page"], p.numel(), values)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "gradient_clip": self.gradient_clip}
+        if self.passage is not None:
+            self.passage.lanes.finish()
+        ours = ("gradient_clip", "form", "page_size", "device_bytes", "pools")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in ours}, "passage": None}
+
+
+def _accumulation(p: Tensor) -> torch.dtype:
+    return torch.promote_types(p.dtype, torch.float32)

@@ -36,7 +36,23 @@ step = define(
     " bool decoupled) -> ()",
     fake=_fake_step,
     spec=f"{HERE}.spec:step",
-    launchers={"cuda": f"{HERE}.cuda:step", "mps": f"{HERE}.spec:step"},
+    launchers={"cpu": f"{HERE}.cpu:step", "cuda": f"{HERE}.cuda:step", "mps": f"{HERE}.spec:step"},
+)
+advance = define(
+    "adam_advance",
+    "(Tensor(a!)[] steps, Tensor committed) -> ()",
+    fake=_fake_step,
+    spec=f"{HERE}.spec:advance",
+    launchers={"cuda": f"{HERE}.cuda:advance", "mps": f"{HERE}.spec:advance"},
+)
+paged_step = define(
+    "adam_paged_step",
+    "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] slabs, int[] starts, int[] firsts, int page_size,"
+    " Tensor[] steps, Tensor committed, Tensor clip_scale, Tensor lr, float beta1, float beta2, float eps,"
+    " float weight_decay, bool decoupled) -> ()",
+    fake=_fake_step,
+    spec=f"{HERE}.spec:paged_step",
+    launchers={"cpu": f"{HERE}.cpu:paged_step", "cuda": f"{HERE}.cuda:paged_step", "mps": f"{HERE}.spec:paged_step"},
 )
 
 
@@ -92,17 +108,16 @@ def adam_step(
         raise ValueError(f"adam_step: impl must be None or 'spec'; got {impl!r}")
     norm_of, step_of = (spec.norm, spec.step) if impl == "spec" else (norm, step)
     total, scale, committed = norm_of(g, gradient_clip)
-    rate = rate_tensor(lr, m)
+    rate = rate_tensor(lr, spec.accumulation_dtype(m), m[0].device)
     step_of(p, g, m, v, t, committed, scale, rate, betas[0], betas[1], eps, weight_decay, decoupled)
     return total, scale
 
 
-def rate_tensor(lr: float | Tensor, moments: Sequence[Tensor]) -> Tensor:
+def rate_tensor(lr: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The learning rate as a scalar beside the moments; a fill, not a copy, so that nothing waits."""
-    dtype = spec.accumulation_dtype(list(moments))
     if isinstance(lr, Tensor):
-        return lr.to(moments[0].device, dtype).reshape(())
-    return torch.full((), lr, dtype=dtype, device=moments[0].device)
+        return lr.to(device, dtype).reshape(())
+    return torch.full((), lr, dtype=dtype, device=device)
 
 
 def check(params, grads, exp_avgs, exp_avg_sqs, steps) -> None:

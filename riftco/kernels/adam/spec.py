@@ -1,9 +1,14 @@
 """What a transactional Adam step means, in plain torch: lists of parameters, gradients, moments and step counts."""
 
-import math
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+
+from . import quantized
+from .equations import Update
+
+RUN = 1 << 16  # elements that are updated at once on a CPU, where they and what is computed of them stay in the cache
 
 
 def norm(grads: list[Tensor], clip: float | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,38 +55,82 @@ def step(
     weight_decay: float,
     decoupled: bool,
 ) -> None:
-    """One Adam update of every tensor in place; where `committed` is false nothing changes.
-
-    g = clip_scale * grad (+ weight_decay * p unless decoupled); m += (1 - beta1) (g - m);
-    v = beta2 v + (1 - beta2) g^2; p = p (1 - lr weight_decay, if decoupled)
-    - lr m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps).
-    """
+    """Count the step and update every tensor in place; where `committed` is false nothing changes."""
     if not params:
         return
-    correction1, correction2 = advance(steps, committed, beta1, beta2)
-    for p, grad, m, v, c1, c2 in zip(params, grads, exp_avgs, exp_avg_sqs, correction1, correction2):
-        acc = m.dtype
-        old, g = p.to(acc), clip_scale.to(acc) * grad.to(acc)
-        if not decoupled:
-            g = g + weight_decay * old
-        new_m = m + (1 - beta1) * (g - m)
-        new_v = beta2 * v + (1 - beta2) * g * g
-        new = old * (1 - lr * weight_decay) if decoupled else old
-        new = new - lr / c1 * new_m / (new_v.sqrt() / c2.sqrt() + eps)
-        for stored, value in ((p, new), (m, new_m), (v, new_v)):
-            stored.copy_(torch.where(committed, value.to(stored.dtype), stored))
+    advance(steps, committed)
+    options = committed, clip_scale, lr, beta1, beta2, eps, weight_decay, decoupled
+    for p, g, m, v, t in zip(params, grads, exp_avgs, exp_avg_sqs, steps):
+        Update(t, *options)(p, g, m, v)
 
 
-def advance(steps: list[Tensor], committed: Tensor, beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
-    """Count a committed step and return 1 - beta1^t and 1 - beta2^t of every tensor.
-
-    By expm1, as 1 - 0.999 in float32 keeps only five digits.
-    """
+def advance(steps: list[Tensor], committed: Tensor) -> None:
+    """Count a committed step."""
     torch._foreach_add_(steps, [committed.to(steps[0].dtype)] * len(steps))  # one tensor for all would be read back
-    count = torch.stack(steps)
-    # a refused first step would divide by 1 - beta^0; its result is not stored
-    count = torch.where(committed, count, 1.0)
-    return tuple(-torch.expm1(count * (math.log(b) if b else -math.inf)) for b in (beta1, beta2))  # type: ignore
+
+
+def paged_step(
+    params: list[Tensor],
+    grads: list[Tensor],
+    slabs: list[Tensor],
+    starts: list[int],
+    firsts: list[int],
+    page_size: int,
+    steps: list[Tensor],
+    committed: Tensor,
+    clip_scale: Tensor,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+) -> None:
+    """The update, after `advance`, of those elements whose moments lie in these slabs of pages."""
+    options = committed, clip_scale, lr, beta1, beta2, eps, weight_decay, decoupled
+    updates = [Update(t, *options) for t in steps]
+    over_pages(params, grads, slabs, starts, firsts, page_size, committed, updates)
+
+
+def over_pages(
+    params: list[Tensor],
+    grads: list[Tensor],
+    slabs: list[Tensor],
+    starts: list[int],
+    firsts: list[int],
+    page_size: int,
+    committed: Tensor,
+    updates: Sequence[Callable],
+) -> None:
+    """Call each tensor's update on stretches of (parameter, gradient, m, v), 1-D and contiguous, as short as RUN."""
+    for p, grad, first, update in zip(params, grads, firsts, updates):
+        flat, g = p.contiguous().view(-1), grad.contiguous().view(-1)
+        for slab, a, b, lo, hi in runs_of(p.numel(), first, slabs, starts, page_size):
+            if slab.dtype == torch.uint8:
+                quantized.update(flat[lo:hi], g[lo:hi], slab[a:b], page_size, committed, update)
+            else:
+                m, v = (moment[a:b].view(-1)[: hi - lo] for moment in slab)
+                update(flat[lo:hi], g[lo:hi], m, v)
+        if flat.data_ptr() != p.data_ptr():
+            p.copy_(flat.view(p.shape))
+
+
+def runs_of(
+    numel: int, first: int, slabs: Sequence[Tensor], starts: Sequence[int], page_size: int
+) -> Iterator[tuple[Tensor, int, int, int, int]]:
+    """(slab, its pages a..b, elements lo..hi that they hold) of a tensor whose pages are numbered from `first` on."""
+    most, pages = max(RUN // page_size, 1), -(-numel // page_size)
+    for slab, start in zip(slabs, starts):
+        low, high = max(start - first, 0), min(start + pages_in(slab) - first, pages)
+        for page in range(low, high, most):
+            end = min(page + most, high)
+            row = page + first - start
+            yield slab, row, row + end - page, page * page_size, min(end * page_size, numel)
+
+
+def pages_in(slab: Tensor) -> int:
+    """A slab is [2, pages, page size] of m and v, or uint8 [pages, bytes] of what quantized.parts names."""
+    return slab.shape[0 if slab.dtype == torch.uint8 else 1]
 
 
 def accumulation_dtype(tensors: list[Tensor]) -> torch.dtype:
