@@ -388,7 +388,7 @@ def test_errors():
         ("g += weight_decay * p", "g += 0.0", "not decoupled"),
         ("scale = tl.where(largest > 0, tl.minimum(clip", "scale = tl.where(largest < 0, tl.minimum(clip", "clipped"),
         ("e < parts, other=0.0) * ratio * ratio", "e < parts, other=0.0)", "several chunks"),
-        ("largest = tl.max(tl.abs(g), 0)", "largest = tl.max(g, 0)", "clipped"),
+        ("+ first\n    if ALIGNED:", "\n    if ALIGNED:", "several chunks"),
         ("tl.where(broken > 0, float(\"nan\"), largest)", "largest", "refused"),
         ("committed = finite & ", "committed = finite | ", "refused"),
         ("return (1.0 - tl.exp(", "return (1.0 + 0.0 * tl.exp(", "later step, decay"),
