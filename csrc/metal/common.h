@@ -41,3 +41,12 @@ inline MaxSum threadgroup_max_sum(MaxSum part, threadgroup float* shared, uint l
   all.sum = simd_sum(all.sum);
   return all;
 }
+
+// The whole threadgroup's sum in every thread. `shared`: 32 floats, which the caller may use again only after another
+// barrier.
+inline float threadgroup_sum(float part, threadgroup float* shared, uint lane, uint simdgroup, uint simdgroups) {
+  part = simd_sum(part);
+  if (lane == 0) shared[simdgroup] = part;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  return simd_sum(lane < simdgroups ? shared[lane] : 0.0f);
+}

@@ -9,7 +9,7 @@ from riftco.functional import rope, rope_tables
 from riftco.kernels.rope import cases, op
 from riftco.kernels.rope.tables import rope_frequencies
 
-DEVICES = support.device_params(("cpu", "cpu-triton", "cuda"))
+DEVICES = support.device_params(("cpu", "cpu-triton", "mps-emulated", "cuda"))
 
 
 def inputs(*tokens, H=3, K=1, D=8, R=8, dtype=torch.float32, device="cpu"):

@@ -9,7 +9,7 @@ from riftco import nn
 from riftco.functional import geglu, swiglu
 from riftco.kernels.swiglu import cases, op
 
-DEVICES = support.device_params(("cpu", "cpu-triton", "cuda"))
+DEVICES = support.device_params(("cpu", "cpu-triton", "mps-emulated", "cuda"))
 FUNCTIONS = {
     "silu": swiglu,
     "gelu": geglu,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from riftco import functional as F
+from riftco.kernels.rope.tables import rope_tables
 
 Pairs = dict[str, tuple[Tensor, Callable[[], Tensor]]]  # what came, and how the spec makes it
 
@@ -26,4 +27,35 @@ def nf4(dtype: torch.dtype) -> Pairs:
     return pairs
 
 
-BEYOND = {"nf4": nf4}
+def rope(dtype: torch.dtype) -> Pairs:
+    """In place, positions in 32 bits and outside the tables, q and k of two dtypes, strided heads."""
+    cos, sin = rope_tables(6, 9)
+    positions = torch.tensor([3, -1, 9, 0, 8], dtype=torch.int32)
+    q, k = torch.randn(2, 5, 8, 3).to(dtype).transpose(2, 3), torch.randn(2, 5, 1, 6)
+
+    def want() -> tuple[Tensor, Tensor]:
+        return F.rope(q, k, cos, sin, positions=positions, impl="spec")
+
+    turned = F.rope(q, k, cos, sin, positions=positions)
+    over = q.clone(), k.to(dtype, copy=True)
+    F.rope(*over, cos, sin, positions=positions, inplace=True)
+    pairs: Pairs = {"q": (turned[0], lambda: want()[0]), "k": (turned[1], lambda: want()[1])}
+    pairs["in place"] = (over[0], lambda: want()[0])
+    none = torch.empty(2, 5, 0, 8, dtype=dtype)
+    pairs["no keys"] = (F.rope(q, none, cos, sin)[0], lambda: F.rope(q, none, cos, sin, impl="spec")[0])
+    return pairs
+
+
+def swiglu(dtype: torch.dtype) -> Pairs:
+    """Two dtypes, halves of one tensor, NaN and numbers far out."""
+    fused = torch.randn(4, 3, 34).to(dtype)
+    gate, up = fused.chunk(2, -1)
+    odd = torch.tensor([torch.nan, 3.0, 1e4, -1e4, -0.0, 0.5] * 3)[:17].to(dtype).expand(4, 3, 17)
+    pairs: Pairs = {}
+    for name, g, u in (("halves", gate, up), ("two dtypes", gate.float(), up), ("far out", odd, up)):
+        for act in (F.swiglu, F.geglu):
+            pairs[f"{name}, {act.__name__}"] = (act(g, u), lambda act=act, g=g, u=u: act(g, u, impl="spec"))
+    return pairs
+
+
+BEYOND = {"nf4": nf4, "rope": rope, "swiglu": swiglu}

@@ -1,5 +1,5 @@
-"""Bugs planted in the shaders and in how they are launched, by shader: (old, new, case of the room). `old` occurs once
-in the shader with its headers.
+"""Bugs planted in the shaders, by shader: (old, new, case of the room, or "beyond" for what beyond_cases.py launches).
+`old` occurs once in the shader with its headers.
 """
 
 NUMBERS = {  # the numbers of the case must be wrong
@@ -17,6 +17,21 @@ NUMBERS = {  # the numbers of the case must be wrong
             "many rows",
         ),
     ],
+    "swiglu": [
+        ("x >= 0.0f ? 1.0f : e", "e", "odd sizes"),
+        ("1.5957691216057308f * (1.0f + 0.134145f", "(1.0f + 0.134145f", "gelu_tanh"),
+        ("g < 0.0f ? tail : 1.0f - tail", "tail", "gelu"),
+        ("{s, s + g * precise::exp", "{s, s - g * precise::exp", "gelu"),
+        ("unit % stretches(p) * STRETCH", "0", "several stretches of a row"),
+        ("T(dy * float(u[f * p.up_stride]) * a.slope)", "T(dy * float(u[f]) * a.s)", "odd sizes"),
+    ],
+    "rope": [
+        ("if (params.transpose) n = -n;", "", "half, grouped heads"),
+        ("params.interleaved ? 2 * i + 1 : i + params.half_dim", "i + params.half_dim", "interleaved"),
+        ("h = e / rest, d = turned + e % rest", "h = e % s.heads, d = turned", "partial"),
+        ("p = params.has_positions ?", "p = params.has_positions > 1 ?", "packed, positions"),
+        ("if (params.has_k) turn", "if (!params.has_k) turn", "half, grouped heads"),
+    ],
 }
 OUT_OF_BOUNDS = {  # AddressSanitizer must see it
     "nf4": [
@@ -28,7 +43,13 @@ OUT_OF_BOUNDS = {  # AddressSanitizer must see it
          "threadgroup T right[TILE * TILE];\n  threadgroup float out[TILE * TILE];\n  const RowsOperand<T> a = {x",
          "several tiles"),
     ],
+    "swiglu": [("min(first + STRETCH, p.F)", "first + STRETCH", "odd sizes")],
+    "rope": [
+        ("e < s.heads * rest;", "e <= s.heads * rest;", "partial"),
+        ("bool inside = p >= 0 &&", "bool inside = p >= -1000 ||", "beyond"),
+    ],
 }  # fmt: skip
 ADDRESS_SPACES = {  # the lint must refuse it
     "nf4": [("device const float* absmax;", "threadgroup const float* absmax;")],
+    "rope": [("device const T* x, constant Heads& s", "threadgroup const T* x, constant Heads& s")],
 }

@@ -22,14 +22,14 @@ turn = define(
     "(Tensor[] x, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool transpose) -> Tensor[]",
     fake=_fake,
     spec=f"{HERE}.spec:forward",
-    launchers={"cuda": f"{HERE}.cuda:forward", "mps": f"{HERE}.spec:forward", "xla": f"{HERE}.spec:forward"},
+    launchers={"cuda": f"{HERE}.cuda:forward", "mps": "riftco.metal.rope:forward", "xla": f"{HERE}.spec:forward"},
 )
 turn_inplace = define(
     "rope_",
     "(Tensor(a!)[] x, Tensor cos, Tensor sin, Tensor? positions, bool interleaved) -> ()",
     fake=_fake_inplace,
     spec=f"{HERE}.spec:inplace",
-    launchers={"cuda": f"{HERE}.cuda:inplace", "mps": f"{HERE}.spec:inplace", "xla": f"{HERE}.spec:inplace"},
+    launchers={"cuda": f"{HERE}.cuda:inplace", "mps": "riftco.metal.rope:inplace", "xla": f"{HERE}.spec:inplace"},
 )
 
 
@@ -97,7 +97,7 @@ def rope(
         ValueError: shapes, dtypes, devices or options that do not fit, each named.
         IndexError: with RIFTCO_CHECK=1, a position outside the tables.
 
-    Devices: cpu, cuda (Triton), mps and xla (plain torch).
+    Devices: cpu, cuda (Triton), mps (Metal), xla (plain torch).
     Numerics: float32 inside with float32 tables, rounded once (transformers rounds the tables to q's dtype first).
         Deterministic. Nothing but the tables and positions is saved for the backward, which turns by minus the angle;
         it may be differentiated again.

@@ -25,7 +25,7 @@ fwd = define(
     spec=f"{HERE}.spec:forward",
     launchers={
         "cuda": f"{HERE}.cuda:forward",
-        "mps": f"{HERE}.spec:forward",
+        "mps": "riftco.metal.swiglu:forward",
         "xla": "riftco.tpu.swiglu:forward",
     },
 )
@@ -37,7 +37,7 @@ bwd = define(
     spec=f"{HERE}.spec:backward",
     launchers={
         "cuda": f"{HERE}.cuda:backward",
-        "mps": f"{HERE}.spec:backward",
+        "mps": "riftco.metal.swiglu:backward",
         "xla": "riftco.tpu.swiglu:backward",
     },
 )
@@ -77,7 +77,7 @@ def swiglu(gate: Tensor, up: Tensor, *, impl: str | None = None) -> Tensor:
     Raises:
         ValueError: shapes, dtypes, devices or options that do not fit, each named.
 
-    Devices: cpu, cuda (Triton), mps and xla (plain torch).
+    Devices: cpu, cuda (Triton), mps (Metal), xla (plain torch).
     Numerics: float32 inside, rounded once; no finite gate overflows on the way. Deterministic. Saved for the backward:
         gate and up only; the activation is computed again.
     Source: Shazeer 2020, "GLU variants improve transformer", equation 6.
