@@ -24,6 +24,7 @@ from .kernels.cross_entropy import (
     topk_cross_entropy,
     torch_cross_entropy,
 )
+from .kernels.embedding.op import embedding, gather_rows, scatter_rows
 from .kernels.linear_cross_entropy import (
     cce_linear_cross_entropy,
     describe_head,
@@ -55,6 +56,7 @@ __all__ = [
     "cross_entropy_time_range",
     "dequantize_nf4",
     "describe_head",
+    "embedding",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
@@ -62,6 +64,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "gather_rows",
     "geglu",
     "liger_fused_linear_cross_entropy",
     "linear_cross_entropy",
@@ -74,6 +77,7 @@ __all__ = [
     "rope_frequencies",
     "rope_tables",
     "scaled_dot_product_attention",
+    "scatter_rows",
     "sliced_head_loss",
     "swiglu",
     "topk_cross_entropy",

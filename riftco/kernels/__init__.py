@@ -5,6 +5,7 @@ ROOMS = (
     "attention",
     "cached_attention",
     "cross_entropy",
+    "embedding",
     "linear_cross_entropy",
     "lora_linear",
     "nf4",

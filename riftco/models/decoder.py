@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..functional import attention, describe_head, rope, sliced_head_loss, swiglu
-from ..nn import RMSNorm
+from ..nn import Embedding, RMSNorm
 from .config import DecoderConfig
 from .errors import ModelError
 from .kv_cache import KVCache
@@ -102,7 +102,7 @@ class Backbone(nn.Module):
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 

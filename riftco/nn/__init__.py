@@ -4,6 +4,7 @@ from ..kernels.attention.module import Attention
 from ..kernels.attention.multihead import MultiheadAttention
 from ..kernels.cached_attention.module import CachedAttention
 from ..kernels.cross_entropy.module import CrossEntropyLoss, LigerCrossEntropyLoss
+from ..kernels.embedding.module import Embedding
 from ..kernels.linear_cross_entropy.module import (
     LigerFusedLinearCrossEntropyLoss,
     LinearCrossEntropy,
@@ -19,6 +20,7 @@ __all__ = [
     "Attention",
     "CachedAttention",
     "CrossEntropyLoss",
+    "Embedding",
     "LigerCrossEntropyLoss",
     "LigerFusedLinearCrossEntropyLoss",
     "LinearCrossEntropy",
