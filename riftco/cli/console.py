@@ -8,8 +8,8 @@ import sys
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..train.finetune import Reporter
 from ..train.metrics import Evaluation, TrainingMetric
+from ..train.run import Reporter
 
 
 def reporter(*, log_json: bool) -> Reporter:

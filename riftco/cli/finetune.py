@@ -64,6 +64,15 @@ def finetune(
     save_every: Annotated[int | None, Opt("--save-every", help="Steps between checkpoints [100].")] = None,
     keep: Annotated[int | None, Opt("--keep", help="How many checkpoints to keep [2].")] = None,
     eval_every: Annotated[int | None, Opt("--eval-every", help="Steps between evaluations [only at the ends].")] = None,
+    early_stopping: Annotated[
+        int | None, Opt("--early-stopping", help="Stop after so many evaluations without a better loss [never].")
+    ] = None,
+    keep_best: Annotated[
+        bool | None, Opt("--keep-best", help="The result is the weights of the lowest held-out loss.")
+    ] = None,
+    metrics: Annotated[str | None, Opt("--metrics", help="Append metrics to this JSONL file.")] = None,
+    tensorboard: Annotated[str | None, Opt("--tensorboard", help="Write metrics for TensorBoard here.")] = None,
+    wandb: Annotated[str | None, Opt("--wandb", help="Send metrics to this project of Weights & Biases.")] = None,
     resume: Annotated[bool, Opt("--resume", help="Go on with the run in --output.")] = False,
     log_json: options.LogJson = False,
     debug: options.Debug = False,

@@ -52,6 +52,7 @@ def save_checkpoint(
     write_weights: Callable[[pathlib.Path], None],
     *,
     keep: int = 2,
+    protect: int | None = None,
 ) -> pathlib.Path:
     """Write one checkpoint and delete all but the newest `keep`.
 
@@ -61,6 +62,7 @@ def save_checkpoint(
         tensors: optimizer and random state.
         write_weights: writes the model's or adapter's files into the folder that it is given.
         keep: how many to keep, 1 or more.
+        protect: a step whose checkpoint is kept beyond that.
     """
     if keep < 1:
         raise ValueError(f"keep must be 1 or more; got {keep}")
@@ -88,8 +90,14 @@ def save_checkpoint(
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     for old in checkpoints(where)[:-keep]:
-        _delete(old)
+        if old != folder_of(where, protect):
+            _delete(old)
     return final
+
+
+def folder_of(root: str | os.PathLike[str], step: int | None) -> pathlib.Path | None:
+    """Where the checkpoint of a step lies."""
+    return None if step is None else pathlib.Path(root) / f"step-{step:08d}"
 
 
 def checkpoints(root: str | os.PathLike[str]) -> list[pathlib.Path]:

@@ -31,6 +31,9 @@ CHANGEABLE = frozenset(
         "eval",
         "auto_micro_batch",
         "duty_cycle",
+        "metrics",
+        "tensorboard",
+        "wandb",
     }
 )
 
@@ -77,6 +80,11 @@ class FinetuneConfig:
     save_every: int = 100
     keep: int = 2
     eval_every: int = 0
+    early_stopping: int = 0
+    keep_best: bool = False
+    metrics: str | None = None
+    tensorboard: str | None = None
+    wandb: str | None = None
 
     def __post_init__(self) -> None:
         _choice("--method", self.method, METHODS)
@@ -89,7 +97,7 @@ class FinetuneConfig:
         for name in ("steps", "epochs", "max_length"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
-        for name in ("warmup", "eval_every"):
+        for name in ("warmup", "eval_every", "early_stopping"):
             _at_least(name, getattr(self, name), 0)
         for name in ("alpha", "gradient_clip", *(() if self.lr is None else ("lr",))):
             value = getattr(self, name)
@@ -109,6 +117,9 @@ class FinetuneConfig:
             raise ConfigError("--stream needs --steps: nobody counts the examples of a streamed file beforehand")
         if self.stream and self.eval_split:
             raise ConfigError("--stream and --eval-split exclude each other; hold a file out with --eval")
+        for flag, asked in (("--early-stopping", self.early_stopping), ("--keep-best", self.keep_best)):
+            if asked and not (self.eval_every and (self.eval or self.eval_split)):
+                raise ConfigError(f"{flag} needs evaluations: give --eval-every, and --eval or --eval-split")
         if self.eval and self.eval_split:
             raise ConfigError("--eval and --eval-split exclude each other; give one of them")
         if self.steps is not None and self.epochs is not None:

@@ -10,226 +10,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import pathlib
 import random
-import shutil
-import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from .. import __version__
-from ..adapters import LoraSpec, apply_lora, load_adapter, save_adapter
-from ..data import Batch, DataError, Dataset, Example, Loader, StreamLoader, load_examples
-from ..functional import attention_backward
-from ..models import Decoder, Tokenizer, base_digest, load_model, load_tokenizer, save_hf
-from ..models.config import DecoderConfig
+from ..adapters import LoraSpec, apply_lora, load_adapter
+from ..data import DataError, Dataset, Example, Loader, StreamLoader, load_examples
+from ..models import Decoder, Tokenizer, base_digest, load_model, load_tokenizer
 from ..models.load import open_source
-from ..models.tokenizer import SOURCE
 from ..optim import Adam
-from .checkpoint import check_base, checkpoints, open_checkpoint, save_checkpoint, sweep, write_file
+from .checkpoint import check_base, checkpoints, open_checkpoint
 from .config import ConfigError, FinetuneConfig, configured, pick_device
 from .duty import DutyCycle
-from .evaluate import evaluate
-from .failures import StepAbandoned
-from .interrupt import Interrupt, stop_signals
 from .loop import Trainer
-from .metrics import Evaluation, Progress, TrainingMetric, peak_bytes
+from .metrics import Evaluation
+from .run import ADAPTER, CHECKPOINTS, FORMAT, FULL_WEIGHTS, MODEL, RUN, TOKENIZER, Judged, Reporter, Run
 from .schedule import Schedule
-
-FORMAT = 1
-RUN, TOKENIZER, CHECKPOINTS, ADAPTER, MODEL = "run.json", "tokenizer", "checkpoints", "adapter", "model"
-FULL_WEIGHTS = "trainable.safetensors"
-
-
-class Reporter:
-    """Hears what a run does; the commands print it. This one is silent."""
-
-    def note(self, text: str) -> None: ...
-
-    def begin(self, step: int, total: int) -> None: ...
-
-    def metric(self, metric: TrainingMetric) -> None: ...
-
-    def evaluation(self, name: str, result: Evaluation) -> None: ...
-
-    def end(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Result:
-    """What `Run.train` did.
-
-    Attributes:
-        weights: the adapter's or the model's folder.
-        before, after: None without held-out data, or where a signal came first.
-        metrics: of the steps of this call; a resumed run's earlier ones are not among them.
-        stopped: by a signal.
-        seconds, peak_bytes: of this call.
-    """
-
-    output: pathlib.Path
-    weights: pathlib.Path
-    step: int
-    total_steps: int
-    before: Evaluation | None
-    after: Evaluation | None
-    metrics: tuple[TrainingMetric, ...]
-    stopped: bool
-    seconds: float
-    peak_bytes: int
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Physical tokens a second over the steps of this call."""
-        seconds = sum(m.physical_tokens / m.tokens_per_s for m in self.metrics)
-        return sum(m.physical_tokens for m in self.metrics) / seconds if seconds else 0.0
-
-
-@dataclass
-class Run:
-    """A run that was read and checked, ready to train."""
-
-    config: FinetuneConfig
-    model: Decoder
-    tokenizer: Tokenizer
-    trainer: Trainer
-    held_out: list[Batch]
-    spec: LoraSpec | None
-    device: torch.device
-    reporter: Reporter
-    record: dict[str, Any]
-    before: Evaluation | None = None
-
-    def train(self) -> Result:
-        """Train to the horizon or a signal; writes checkpoints on the way and the result at the end."""
-        output, started = pathlib.Path(self.config.output), time.perf_counter()
-        self._open(output)
-        with stop_signals() as asked:
-            if self.held_out and self.before is None:
-                self.before = self._evaluate("before training", asked)
-            with self._attention():
-                metrics = self._train(asked)
-            weights = self._result(output) if self.trainer.step else output
-            after = self._evaluate("after training", asked) if self.held_out else None
-        return Result(
-            output=output,
-            weights=weights,
-            step=self.trainer.step,
-            total_steps=self.trainer.schedule.steps,
-            before=self.before,
-            after=after,
-            metrics=metrics,
-            stopped=bool(asked),
-            seconds=time.perf_counter() - started,
-            peak_bytes=peak_bytes(self.device),
-        )
-
-    @contextlib.contextmanager
-    def _attention(self) -> Iterator[None]:
-        """The attention backward of this call: picked once, over the device that computes, reported and fixed."""
-        if self.config.attention != "flash" or self.trainer.step >= self.trainer.schedule.steps:
-            yield
-            return
-        with attention_backward([self.device], self.model.dtype, *head_shape(self.model.config), packed=True) as choice:
-            self.reporter.note(f"attention backward: {choice.path} ({choice.why})")
-            yield
-
-    def _open(self, output: pathlib.Path) -> None:
-        output.mkdir(parents=True, exist_ok=True)
-        sweep(output / CHECKPOINTS)
-        write_file(output / RUN, json.dumps(self.record, indent=2) + "\n")  # first: without it nothing can be resumed
-        folder = output / TOKENIZER
-        if not (folder / SOURCE).exists():
-            self.tokenizer.save(folder)
-            write_file(folder / SOURCE, json.dumps({"digest": self.record["base_digest"]}))
-
-    def _train(self, asked: Interrupt) -> tuple[TrainingMetric, ...]:
-        trainer, config = self.trainer, self.config
-        metrics: list[TrainingMetric] = []
-
-        def goes_on(_: Progress) -> bool:
-            return not asked
-
-        trainer.on_progress = goes_on
-        trainer.sinks = (self.reporter.metric, metrics.append)
-        if trainer.limiter is not None:
-            trainer.limiter.stopped = lambda: bool(asked)
-        self.reporter.begin(trainer.step, trainer.schedule.steps)
-        try:
-            while trainer.step < trainer.schedule.steps and not asked:
-                done = trainer.run(_until(trainer.step, config.save_every, config.eval_every))
-                self._save()
-                if asked or not done.metrics:
-                    break
-                if config.eval_every and trainer.step % config.eval_every == 0 and self.held_out:
-                    self._evaluate(f"step {trainer.step}", asked)
-        except StepAbandoned as error:
-            self._save()
-            output = pathlib.Path(config.output)
-            raise StepAbandoned(
-                f"{error}; {trainer.step} steps are saved, go on with: riftco finetune --resume --output {output}"
-            ) from error
-        finally:
-            self.reporter.end()
-        if isinstance(trainer.source, StreamLoader) and trainer.source.skipped:
-            first = trainer.source.skipped_lines[:1]
-            self.reporter.note(
-                f"skipped {trainer.source.skipped} bad lines{'; the first: ' if first else ''}{''.join(first)}"
-            )
-        return tuple(metrics)
-
-    def _save(self) -> None:
-        if not self.trainer.step:
-            return
-        state, tensors = self.trainer.state_dict()
-        before = None if self.before is None else self.before.asdict()
-        state |= {"base_digest": self.record["base_digest"], "before": before}
-        root = pathlib.Path(self.config.output) / CHECKPOINTS
-        save_checkpoint(root, state, tensors, self._write_weights, keep=self.config.keep)
-
-    def _write_weights(self, folder: pathlib.Path) -> None:
-        if self.spec is not None:
-            save_adapter(self.model, self.spec, folder, base=self.config.model, base_weights=self._base_weights())
-        else:
-            trained = {n: p.detach().cpu().contiguous() for n, p in self.model.named_parameters()}
-            save_file(trained, folder / FULL_WEIGHTS)
-
-    def _base_weights(self) -> str | None:
-        return "nf4" if self.config.method == "qlora" else None
-
-    def _result(self, output: pathlib.Path) -> pathlib.Path:
-        weights = self._write_result(output)
-        self.record["result_step"] = self.trainer.step  # a result on disk may be that of an earlier, interrupted call
-        write_file(output / RUN, json.dumps(self.record, indent=2) + "\n")
-        return weights
-
-    def _write_result(self, output: pathlib.Path) -> pathlib.Path:
-        if self.spec is not None:
-            save_adapter(
-                self.model, self.spec, output / ADAPTER, base=self.config.model, base_weights=self._base_weights()
-            )
-            return output / ADAPTER
-        if (output / MODEL).exists():
-            shutil.rmtree(output / MODEL)
-        save_hf(self.model, output / MODEL)
-        self.tokenizer.save(output / MODEL)
-        return output / MODEL
-
-    def _evaluate(self, name: str, asked: Interrupt) -> Evaluation | None:
-        """None when a signal comes before its end."""
-        try:
-            result = evaluate(self.model, _unless(asked, self.held_out), self.device)
-        except _Stopped:
-            return None
-        self.reporter.evaluation(name, result)
-        return result
 
 
 def prepare(given: Mapping[str, Any], *, resume: bool = False, reporter: Reporter | None = None) -> Run:
@@ -277,6 +80,9 @@ def prepare(given: Mapping[str, Any], *, resume: bool = False, reporter: Reporte
             f"{output}: this run is finished ({saved.step} of {schedule.steps} steps), its result is {result}; "
             "raise --steps to go on, or use another --output"
         )
+    judged = Judged(**saved.state["judged"]) if saved is not None else Judged()
+    if 0 < config.early_stopping <= judged.worse and result.exists():
+        raise ConfigError(f"{output}: this run stopped early at step {judged.step}, its result is {result}")
     model, spec = _model(config, device, saved)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = Adam(
@@ -312,12 +118,8 @@ def prepare(given: Mapping[str, Any], *, resume: bool = False, reporter: Reporte
         reporter=reporter,
         record=record,
         before=None if before is None else Evaluation(**before),
+        judged=judged,
     )
-
-
-def head_shape(config: DecoderConfig) -> tuple[int, int, int]:
-    """Query heads, key heads, head dim."""
-    return config.num_heads, config.num_kv_heads, config.head_dim
 
 
 def read_run(output: pathlib.Path) -> dict[str, Any]:
@@ -345,7 +147,7 @@ def _refuse_used(output: pathlib.Path) -> None:
         raise ConfigError(f"{output} already holds a run; go on with --resume, or name another --output")
     if output.is_file():
         raise ConfigError(f"--output {output} is a file; name a folder")
-    if output.is_dir() and any(output.iterdir()):
+    if output.is_dir() and any(f.name != f".{RUN}.writing" for f in output.iterdir()):  # left by one that was killed
         raise ConfigError(f"--output {output} is not empty; name a new folder")
 
 
@@ -465,22 +267,6 @@ def _model(config: FinetuneConfig, device: torch.device, saved) -> tuple[Decoder
     else:
         apply_lora(model, spec, seed=config.seed)
     return model, spec
-
-
-class _Stopped(Exception):
-    """A signal came in the middle of an evaluation."""
-
-
-def _unless(asked: Interrupt, batches: list[Batch]) -> Iterator[Batch]:
-    for batch in batches:
-        if asked:
-            raise _Stopped
-        yield batch
-
-
-def _until(step: int, *periods: int) -> int:
-    """Steps to the next multiple of any period."""
-    return min(p - step % p for p in periods if p)
 
 
 def _digest(path: str) -> str:

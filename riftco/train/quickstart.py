@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from ..models import generate, smollm2_path
 from .config import ConfigError
-from .finetune import ADAPTER, RUN, Reporter, Result, Run, prepare, read_run
+from .finetune import prepare, read_run
+from .run import ADAPTER, RUN, Reporter, Result, Run
 
 OUTPUT = "riftco-quickstart"
 # Chosen for two CPU cores: one or two minutes of training, well past the point where the skill is learnt.

@@ -15,10 +15,11 @@ class Schedule:
     Args:
         lr: the highest rate.
         steps: the horizon.
-        kind: "constant"; "linear" or "cosine" down to `final` * lr at the last step; "wsd" (warm-up, stable, decay)
-            stays and falls linearly over the last `decay` of the horizon.
-        warmup: steps of linear rise to lr; the first step trains at lr / warmup.
-        final: fraction of lr at the end of a decay.
+        kind: "constant"; "linear" or "cosine" down towards `final` * lr, which the step after the last would have:
+            every step learns; "wsd" (warm-up, stable, decay) stays and falls linearly over the last `decay` of the
+            horizon.
+        warmup: steps of linear rise to lr; the first one trains at lr / warmup; with none, at lr.
+        final: fraction of lr where a decay ends.
         decay: fraction of the horizon in which "wsd" decays.
     """
 
@@ -47,10 +48,11 @@ class Schedule:
             raise OverflowError(f"step {step} is outside the schedule's horizon of {self.steps} steps")
         if step <= self.warmup:
             return self.lr * step / self.warmup
-        start = self.steps * (1 - self.decay) if self.kind == "wsd" else self.warmup
-        start = max(start, self.warmup)
+        start = max(self.warmup, 1)  # the last step at the full rate
+        if self.kind == "wsd":
+            start = max(start, int(self.steps * (1 - self.decay)))
         if self.kind == "constant" or step <= start:
             return self.lr
-        done = (step - start) / (self.steps - start)
+        done = (step - start) / (self.steps + 1 - start)
         left = 0.5 * (1 + math.cos(math.pi * done)) if self.kind == "cosine" else 1 - done
         return self.lr * (self.final + (1 - self.final) * left)

@@ -17,8 +17,8 @@ from ..models import Decoder, Tokenizer, load_model, load_tokenizer
 from ..models.load import open_source
 from .config import ConfigError, pick_device
 from .evaluate import evaluate
-from .finetune import head_shape
 from .metrics import Evaluation
+from .run import head_shape
 
 
 @dataclass(frozen=True)

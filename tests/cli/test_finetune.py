@@ -232,7 +232,7 @@ def test_a_folder_that_is_in_use(riftco, model, chat, tmp_path):
 
 
 def test_a_signal_in_the_last_evaluation_leaves_nothing_to_resume(riftco, model, chat, tmp_path, monkeypatch):
-    from riftco.train.finetune import Run
+    from riftco.train.run import Run
 
     real = Run._write_result
 
@@ -252,7 +252,7 @@ def test_a_full_disk_is_no_bad_input(riftco, model, chat, tmp_path, monkeypatch)
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "there")
 
-    monkeypatch.setattr("riftco.train.finetune.save_checkpoint", full)
+    monkeypatch.setattr("riftco.train.run.save_checkpoint", full)
     run = tmp_path / "run"
     done = riftco("finetune", "--model", model, "--data", chat, "--output", run, *SMALL, code=1)
     assert done.stderr.strip() == "riftco: there: No space left on device"
@@ -273,7 +273,7 @@ def test_an_earlier_result_is_not_taken_for_the_last_steps(riftco, model, chat, 
     file = run / f"{'adapter/adapter_model' if method == 'lora' else 'model/model'}.safetensors"
     early = load_file(file)
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr("riftco.train.finetune.Run._write_result", killed)
+        patch.setattr("riftco.train.run.Run._write_result", killed)
         riftco("finetune", "--resume", "--output", run, "--steps", 4)
     assert (run / "checkpoints" / "step-00000004").exists()
     riftco("finetune", "--resume", "--output", run)

@@ -6,6 +6,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from train.tiny import VOCABULARY, ClippedAdamW, TinyModel, examples, parts
 
 from riftco.data import Loader, TokenArrays, TokenLoader, pack
@@ -13,6 +15,7 @@ from riftco.models import Decoder, DecoderConfig
 from riftco.models.rotary import Rope
 from riftco.optim import Adam
 from riftco.train import Schedule, StepAbandoned, Trainer, TrainerPoisoned, current_progress, evaluate
+from riftco.train.schedule import KINDS
 
 
 def trainer(*, steps=20, lr=0.05, **options):
@@ -333,10 +336,28 @@ def test_schedules():
 
     assert rates() == [1.0] * 10
     assert rates(warmup=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    assert rates(kind="linear", warmup=5) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 0.8, 0.6, 0.4, 0.2, 0.0])
-    assert rates(kind="cosine", final=0.1)[4] == pytest.approx(0.55)
-    assert rates(kind="cosine", final=0.1)[-1] == pytest.approx(0.1)
-    assert rates(kind="wsd", warmup=2, decay=0.5) == pytest.approx([0.5, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.0])
+    down = [1.0] + [i / 6 for i in (5, 4, 3, 2, 1)]
+    assert rates(kind="linear", warmup=5) == pytest.approx([0.2, 0.4, 0.6, 0.8, *down])
+    assert rates(kind="linear") == pytest.approx([i / 10 for i in range(10, 0, -1)])
+    assert rates(kind="cosine", warmup=1, final=0.1)[5] == pytest.approx(0.55)
+    assert rates(kind="wsd", warmup=2, decay=0.5) == pytest.approx([0.5, 1, 1, 1, *down])
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS), steps=st.integers(1, 40), warmup=st.integers(0, 40), final=st.floats(0, 1),
+    decay=st.floats(0.01, 1),
+)  # fmt: skip
+def test_every_step_learns_and_the_rate_rises_then_falls(kind, steps, warmup, final, decay):
+    warmup = min(warmup, steps)
+    s = Schedule(1.0, steps, kind, warmup=warmup, final=final, decay=decay)
+    rates = [s.at(i) for i in range(1, steps + 1)]
+    top = max(warmup, 1) - 1
+    assert rates[top] == 1.0
+    assert all(0 < r <= 1 for r in rates)
+    assert rates[:top] == sorted(rates[:top])
+    assert rates[top:] == sorted(rates[top:], reverse=True)
+    assert all(r >= final for r in rates[top:])
 
 
 @pytest.mark.parametrize("bad", [{"kind": "step"}, {"warmup": 11}, {"steps": 0}, {"steps": 2**31}, {"lr": 0.0}])
