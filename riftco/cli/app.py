@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from .. import __version__
-from . import data, evaluate, explain, finetune, generate, quickstart
+from . import data, evaluate, explain, finetune, generate, quickstart, train_tiny
 
 app = typer.Typer(
     name="riftco",
@@ -31,6 +31,7 @@ def _root(
 
 app.command("quickstart")(quickstart.quickstart)
 app.command("finetune")(finetune.finetune)
+app.command("train-tiny")(train_tiny.train_tiny)
 app.command("evaluate")(evaluate.evaluate)
 app.command("generate")(generate.generate)
 app.command("explain")(explain.explain)

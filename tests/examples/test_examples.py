@@ -33,6 +33,12 @@ def test_it_learns(name):
     assert part[-1] < 0.75 * part[0], out
 
 
+def test_the_reversal_is_learnt_on_rows_never_seen():
+    out = run("reversal", "--steps", "400", "--backend", "cpu").stdout
+    (accuracy,) = re.findall(r"^held out: ([\d.]+)% of 3000 symbols$", out, re.M)
+    assert float(accuracy) >= 99, out
+
+
 @pytest.mark.skipif(torch.cuda.is_available() or torch.backends.mps.is_available(), reason="an accelerator is here")
 @pytest.mark.parametrize("backend", ["cuda", "metal"])
 def test_a_missing_device_is_said(backend):

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from riftco.models.errors import package
-from riftco.train.checkpoint import checkpoints, open_checkpoint
+from riftco.train.checkpoint import checkpoints, folder_of, open_checkpoint
 from riftco.train.finetune import prepare
 from riftco.train.run import RUN
 
@@ -51,6 +51,14 @@ def weights(output):
     return load_file(output / "adapter" / "adapter_model.safetensors")
 
 
+def reach(output, step, pid):
+    """Wait until this step is saved, or the run has ended."""
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if step == 0 or folder_of(output / "checkpoints", step).exists():
+            return
+        time.sleep(0.001)
+
+
 def main(model, data, folder, kills, seed):
     torch.set_num_threads(1)
     package("transformers").AutoTokenizer  # noqa: B018 - imported once, before the forks
@@ -62,7 +70,8 @@ def main(model, data, folder, kills, seed):
     for i in range(kills):
         output = root / f"run{i}"
         pid = child(model, data, output)
-        time.sleep(rng.uniform(0.1, 1.0) * whole)
+        reach(output, rng.randrange(STEPS), pid)  # whatever else the machine does, kills are spread over the run
+        time.sleep(rng.uniform(0, 1) * whole / STEPS)
         os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         whole_ones = [open_checkpoint(f).step for f in checkpoints(output / "checkpoints")]  # none may be unreadable

@@ -1,0 +1,97 @@
+"""riftco train-tiny: it learns with every option, in any order, and no option reaches the saved config."""
+
+import itertools
+import json
+
+import pytest
+import torch
+
+from riftco.models import load_model
+from riftco.train import tiny
+
+ATTENTION, REPLAY = ("materialized", "flash"), ("disabled", "block")
+
+
+def reports(result):
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    return [r for r in rows if r["event"] == "step"], [r["loss"] for r in rows if r["event"] == "evaluation"]
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_it_learns_with_each_combination(riftco, tmp_path, method, backend):
+    combinations = list(itertools.product(ATTENTION, REPLAY))
+    if method != "full" and backend == "cpu":
+        combinations = [("materialized", "block"), ("flash", "disabled")]
+    saved, firsts = set(), []
+    for i, (attention, replay) in enumerate(combinations):
+        options = [("--attention", attention), ("--activation-checkpointing", replay), ("--backend", backend)]
+        options += [("--steps", 24), ("--method", method), ("--output", tmp_path / f"{i}"), ("--log-json",)]
+        turned = options[i:] + options[:i]  # any order
+        steps, (before, after) = reports(riftco("train-tiny", *itertools.chain(*turned)))
+        assert [s["step"] for s in steps] == list(range(1, 25))
+        assert after < 0.6 * before
+        firsts.append(steps[0]["loss"])
+        name = "config.json" if method == "full" else "adapter_config.json"
+        saved.add((tmp_path / f"{i}" / name).read_bytes())
+    assert len(saved) == 1, "a saved config's bytes depend on an option"
+    assert firsts == pytest.approx([firsts[0]] * len(firsts), rel=1e-2 if backend == "cuda" else 1e-5)
+    if method == "full":
+        model, _ = load_model(tmp_path / "0", with_tokenizer=False)
+        assert model.config == tiny.tiny_config()
+
+
+def test_the_defaults_are_materialized_without_checkpointing(riftco, monkeypatch):
+    seen = []
+    monkeypatch.setattr(tiny, "train_tiny", lambda run, shown: seen.append(run) or exit_early())
+
+    def exit_early():
+        raise ValueError("enough")
+
+    riftco("train-tiny", code=2)
+    assert seen == [tiny.TinyRun()]
+    assert (seen[0].attention, seen[0].activation_checkpointing, seen[0].backend) == ("materialized", "disabled", "cpu")
+
+
+def test_its_seeds_are_two(riftco):
+    def first(*options):
+        return reports(riftco("train-tiny", "--steps", 1, "--log-json", *options))[0][0]["loss"]
+
+    assert first() == first()
+    assert first() != first("--seed", 1)
+    assert first() != first("--model-seed", 1)
+
+
+@pytest.mark.parametrize(("backend", "remedy"), [("cuda", "nvidia-smi"), ("metal", "Apple"), ("tpu", "torch_xla")])
+def test_a_backend_that_is_absent_exits_with_2_and_the_remedy(riftco, tmp_path, monkeypatch, backend, remedy):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    line = riftco("train-tiny", "--backend", backend, "--output", tmp_path / "x", code=2).stderr
+    assert line.startswith(f"riftco: --backend {backend}: ")
+    assert remedy in line
+    assert "or use cpu" in line
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("--steps", 0), "--steps must be a whole number of 1 or more"),
+        (("--backend", "abacus"), "--backend must be one of cpu, cuda, metal, tpu; got 'abacus'"),
+        (("--attention", "dense"), "--attention must be one of"),
+        (("--activation-checkpointing", "some"), "--activation-checkpointing must be one of disabled, block"),
+        (("--method", "magic"), "--method must be one of qlora, lora, full"),
+        (("--output", "."), "--output . is already there"),
+    ],
+)
+def test_bad_options(riftco, flags, why):
+    assert why in riftco("train-tiny", *flags, code=2).stderr
+
+
+def test_xla_has_an_optimizer_of_the_same_shape():
+    p = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    p.grad = torch.tensor([6.0, 8.0])
+    norm, scale = tiny.ClippedAdamW([p], lr=0.1, weight_decay=0.0).step()
+    assert (float(norm), float(scale)) == pytest.approx((10.0, 0.1), rel=1e-5)
+    assert p.detach().tolist() == pytest.approx([2.9, 3.9], rel=1e-4)
