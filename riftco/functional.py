@@ -25,6 +25,7 @@ from .kernels.cross_entropy import (
     torch_cross_entropy,
 )
 from .kernels.embedding.op import embedding, gather_rows, scatter_rows
+from .kernels.layer_norm.op import layer_norm
 from .kernels.linear_cross_entropy import (
     cce_linear_cross_entropy,
     describe_head,
@@ -66,6 +67,7 @@ __all__ = [
     "flash_attn_with_kvcache",
     "gather_rows",
     "geglu",
+    "layer_norm",
     "liger_fused_linear_cross_entropy",
     "linear_cross_entropy",
     "lora_linear",

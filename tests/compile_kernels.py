@@ -123,6 +123,19 @@ def adam(dtype: torch.dtype) -> None:
         cuda.paged_step(params, grads, [pages], [0], [0], 4096, steps, *options)
 
 
+def norms(dtype: torch.dtype, C: int) -> None:
+    """Forward and backward with everything, then with a frozen weight alone, of both normalisations."""
+    from riftco.kernels._norm import launch, rows
+
+    rows.processors = lambda t: 132
+    x, w, row = torch.empty(16384, C, dtype=dtype, device="meta"), torch.empty(C, dtype=dtype), torch.empty(16384)
+    for mean in (None, row):
+        centre = mean is not None
+        launch.forward(x, x, w, w if centre else None, 1e-6, 0.0, centre)
+        launch.backward(x, x, x, w, w if centre else None, mean, row, 0.0, True, True, centre)
+        launch.backward(x, None, x, w, None, mean, row, 0.0, True, False, False)
+
+
 def report(calls: list[tuple[JITFunction, dict, dict]], capability: int) -> None:
     for kernel, arguments, options in calls:
         shared, spilled = build(kernel, arguments, options, capability)
@@ -138,6 +151,11 @@ if __name__ == "__main__":
     if sys.argv[2] == "adam":
         with recorded() as calls:
             adam(getattr(torch, sys.argv[3]))
+        report(calls, int(sys.argv[1]))
+        sys.exit()
+    if sys.argv[2] == "norms":
+        with recorded() as calls:
+            norms(getattr(torch, sys.argv[3]), int(sys.argv[4]))
         report(calls, int(sys.argv[1]))
         sys.exit()
     if sys.argv[2] == "cached":

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import importlib.util
+import inspect
+import io
 import pathlib
 import tempfile
 import types
@@ -172,3 +175,37 @@ def assert_caught(cases, module: str, old: str, new: str, case: str, device: str
     check_case(cases, chosen, torch.float32, dev)
     with mutant(module, old, new), pytest.raises(AssertionError):
         check_case(cases, chosen, torch.float32, dev)
+
+
+def assert_twin(ours: type, theirs: type, *args, inputs: tuple[torch.Tensor, ...], **kwargs) -> None:
+    """`ours(*args)` takes the place of `theirs(*args)`: arguments with their defaults, state_dict strict both ways,
+    outputs and gradients, deepcopy and pickle."""
+
+    def arguments(kind):
+        return {p.name: p.default for p in list(inspect.signature(kind.__init__).parameters.values())[1:]}
+
+    wanted = arguments(theirs)
+    assert list(arguments(ours).items())[: len(wanted)] == list(wanted.items())
+    one, other = ours(*args, **kwargs), theirs(*args, **kwargs)
+    shapes = [{k: (v.shape, v.dtype) for k, v in m.state_dict().items()} for m in (one, other)]
+    assert shapes[0] == shapes[1] and list(shapes[0]) == list(shapes[1])
+    assert [n for n, _ in one.named_parameters()] == [n for n, _ in other.named_parameters()]
+    for (_, p), (_, q) in zip(one.named_parameters(), other.named_parameters()):
+        torch.testing.assert_close(p, q, msg="initial values")
+    with torch.no_grad():
+        for p in other.parameters():
+            p.copy_(torch.randn(p.shape))
+    one.load_state_dict(other.state_dict(), strict=True)
+    other.load_state_dict(one.state_dict(), strict=True)
+    buffer = io.BytesIO()
+    torch.save(one, buffer)
+    buffer.seek(0)
+    results = []
+    for module in (other, one, copy.deepcopy(one), torch.load(buffer, weights_only=False)):
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        out = module(*leaves)
+        seed = torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=out.dtype)
+        results.append((out, *torch.autograd.grad(out, [*leaves, *module.parameters()], seed)))
+    for result in results[1:]:
+        for got, want in zip(result, results[0], strict=True):
+            torch.testing.assert_close(got, want)

@@ -6,6 +6,7 @@ ROOMS = (
     "cached_attention",
     "cross_entropy",
     "embedding",
+    "layer_norm",
     "linear_cross_entropy",
     "lora_linear",
     "nf4",

@@ -5,6 +5,7 @@ from ..kernels.attention.multihead import MultiheadAttention
 from ..kernels.cached_attention.module import CachedAttention
 from ..kernels.cross_entropy.module import CrossEntropyLoss, LigerCrossEntropyLoss
 from ..kernels.embedding.module import Embedding
+from ..kernels.layer_norm.module import LayerNorm
 from ..kernels.linear_cross_entropy.module import (
     LigerFusedLinearCrossEntropyLoss,
     LinearCrossEntropy,
@@ -21,6 +22,7 @@ __all__ = [
     "CachedAttention",
     "CrossEntropyLoss",
     "Embedding",
+    "LayerNorm",
     "LigerCrossEntropyLoss",
     "LigerFusedLinearCrossEntropyLoss",
     "LinearCrossEntropy",

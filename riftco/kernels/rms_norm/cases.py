@@ -7,14 +7,18 @@ from .._cases import Case
 from . import spec
 from .op import rms_norm
 
-GRADS = ("x", "weight")
-ROUNDINGS: dict[str, int] = {}
+GRADS = ("x", "weight", "residual")
+# x + residual is rounded before it is normalised
+ROUNDINGS = {"y": 1, "d_x": 1, "d_residual": 1, "d_weight": 1}
 CASES = (
     Case("one element", dict(B=1, T=1, C=1)),
     Case("odd sizes", dict(B=3, T=5, C=33)),
     Case("no weight", dict(B=2, T=7, C=48), dict(weightless=True)),
     Case("Gemma offset", dict(B=2, T=9, C=64), dict(offset=1.0, eps=1e-5)),
-    Case("more columns than a block", dict(B=1, T=3, C=4099)),
+    Case("two blocks of registers", dict(B=1, T=3, C=4099)),
+    Case("more columns than registers hold", dict(B=1, T=2, C=16390)),
+    Case("residual", dict(B=2, T=7, C=40), dict(residual=True)),
+    Case("residual, long rows", dict(B=2, T=1, C=16400), dict(residual=True)),
     Case("many short rows", dict(B=2, T=601, C=9)),
 )
 BENCH = (
@@ -31,9 +35,12 @@ def make_inputs(case: Case, generator: torch.Generator) -> dict[str, Tensor]:
     x *= torch.logspace(-2, 1, B * T, dtype=torch.float64).view(B, T, 1)  # rows of very different size
     if B * T > 1:
         x[0, 0] *= 1e-2  # a row whose mean square is near eps
-    if case.options.get("weightless"):
-        return {"x": x}
-    return {"x": x, "weight": torch.randn(C, generator=generator, dtype=torch.float64)}
+    inputs = {"x": x}
+    if case.options.get("residual"):
+        inputs["residual"] = torch.randn(B, T, C, generator=generator, dtype=torch.float64)
+    if not case.options.get("weightless"):
+        inputs["weight"] = torch.randn(C, generator=generator, dtype=torch.float64)
+    return inputs
 
 
 def exercises(case: Case, inputs: dict[str, Tensor]) -> bool:
@@ -46,12 +53,16 @@ def _options(case: Case) -> tuple[float, float]:
 
 def call(inputs: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
     eps, offset = _options(case)
-    return {"y": rms_norm(inputs["x"], inputs.get("weight"), eps, offset=offset)}
+    if "residual" not in inputs:
+        return {"y": rms_norm(inputs["x"], inputs.get("weight"), eps, offset=offset)}
+    y, total = rms_norm(inputs["x"], inputs["weight"], eps, residual=inputs["residual"], offset=offset)
+    return {"y": y, "total": total}
 
 
 def reference(inputs: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
     eps, offset = _options(case)
-    return {"y": spec.forward(inputs["x"], inputs.get("weight"), eps, offset)[0]}
+    y, total, _ = spec.forward(inputs["x"], inputs.get("residual"), inputs.get("weight"), eps, offset)
+    return {"y": y, "total": total} if "residual" in inputs else {"y": y}
 
 
 def flops(case: Case) -> int:

@@ -38,13 +38,19 @@ class RMSNorm(nn.Module):
         if self.weight is not None:
             nn.init.constant_(self.weight, 1.0 - self.offset)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if x.shape[x.dim() - len(self.normalized_shape) :] != self.normalized_shape:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """y; with a residual (norm of x + residual, x + residual), made in one pass."""
+        n = len(self.normalized_shape)
+        if x.shape[x.dim() - n :] != self.normalized_shape:
             raise ValueError(f"RMSNorm: x must end in {self.normalized_shape}; got {tuple(x.shape)}")
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.eps is None else self.eps
-        rows = x.flatten(-len(self.normalized_shape))
+        if n == 1:
+            return rms_norm(x, self.weight, eps, residual=residual, offset=self.offset)
         weight = None if self.weight is None else self.weight.flatten()
-        return rms_norm(rows, weight, eps, offset=self.offset).view(x.shape)
+        if residual is None:
+            return rms_norm(x.flatten(-n), weight, eps, offset=self.offset).view(x.shape)
+        y, total = rms_norm(x.flatten(-n), weight, eps, residual=residual.flatten(-n), offset=self.offset)
+        return y.view(x.shape), total.view(x.shape)
 
     def extra_repr(self) -> str:
         extra = f", offset={self.offset}" if self.offset else ""

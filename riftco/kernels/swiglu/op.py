@@ -24,6 +24,7 @@ fwd = define(
     fake=_fake_fwd,
     spec=f"{HERE}.spec:forward",
     launchers={
+        "cpu": f"{HERE}.cpu:forward",
         "cuda": f"{HERE}.cuda:forward",
         "mps": "riftco.metal.swiglu:forward",
         "xla": "riftco.tpu.swiglu:forward",
@@ -36,6 +37,7 @@ bwd = define(
     fake=_fake_bwd,
     spec=f"{HERE}.spec:backward",
     launchers={
+        "cpu": f"{HERE}.cpu:backward",
         "cuda": f"{HERE}.cuda:backward",
         "mps": "riftco.metal.swiglu:backward",
         "xla": "riftco.tpu.swiglu:backward",

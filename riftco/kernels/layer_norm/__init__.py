@@ -1,0 +1,3 @@
+from .op import layer_norm
+
+__all__ = ["layer_norm"]
