@@ -50,3 +50,14 @@ inline float threadgroup_sum(float part, threadgroup float* shared, uint lane, u
   threadgroup_barrier(mem_flags::mem_threadgroup);
   return simd_sum(lane < simdgroups ? shared[lane] : 0.0f);
 }
+
+// log(1 + x) for x >= 0 and exp(x) - 1 for x <= 0, to float's accuracy: Metal has neither.
+inline float log_1p(float x) {
+  const float w = 1.0f + x;
+  if (w == 1.0f) return x;
+  return x < 1.0f ? precise::log(w) * (x / (w - 1.0f)) : precise::log(w);
+}
+inline float exp_m1(float x) {
+  if (x < -0.125f) return precise::exp(x) - 1.0f;
+  return x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6)))));
+}

@@ -19,17 +19,6 @@ inline bool is_live(long y, float w, constant CrossEntropyParams& p) {
   return y != p.ignore_index && y >= 0 && w != 0.0f;
 }
 
-// log(1 + x) for x >= 0 and exp(x) - 1 for x <= 0, to float's accuracy: Metal has neither.
-inline float log_1p(float x) {
-  const float w = 1.0f + x;
-  if (w == 1.0f) return x;
-  return x < 1.0f ? precise::log(w) * (x / (w - 1.0f)) : precise::log(w);
-}
-inline float exp_m1(float x) {
-  if (x < -0.125f) return precise::exp(x) - 1.0f;
-  return x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6)))));
-}
-
 // `lse` holds two numbers a row: the shift (its maximum) at n, the logarithm of the sum of exp(x - shift) at N + n.
 template <typename T, typename Label>
 [[kernel]] void cross_entropy_fwd(

@@ -15,7 +15,7 @@ from riftco.functional import adam_step
 from riftco.kernels.adam import cases, op
 from riftco.optim import Adam
 
-DEVICES = support.device_params(("cpu", "cpu-triton", "cuda"))
+DEVICES = support.device_params(("cpu", "cpu-triton", "mps-emulated", "cuda"))
 SHAPES = ((7, 5), (3,), (), (0, 4), (2, 3, 4))
 
 

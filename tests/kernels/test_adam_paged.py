@@ -13,7 +13,7 @@ import torch
 from riftco.kernels.adam import op, pages, quantized
 from riftco.optim import Adam
 
-DEVICES = support.device_params(("cpu", "cpu-triton", "cuda"))
+DEVICES = support.device_params(("cpu", "cpu-triton", "mps-emulated", "cuda"))
 SHAPES = ((7, 5), (1300,), (), (0, 4), (70, 80), (256, 3))
 PAGE = 256
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from riftco import functional as F
+from riftco.kernels.adam.op import adam_step
 from riftco.kernels.rope.tables import rope_tables
 
 Pairs = dict[str, tuple[Tensor, Callable[[], Tensor]]]  # what came, and how the spec makes it
@@ -58,4 +59,26 @@ def swiglu(dtype: torch.dtype) -> Pairs:
     return pairs
 
 
-BEYOND = {"nf4": nf4, "rope": rope, "swiglu": swiglu}
+def adam(dtype: torch.dtype) -> Pairs:
+    """A float32 gradient of a narrower parameter, a transposed one, and a chunk for each of several threadgroups."""
+    pairs: Pairs = {}
+    for name, shape, grad_dtype in (
+        ("mixed", (5, 7), torch.float32),
+        ("small", (3,), dtype),
+        ("long", (33000,), dtype),
+    ):
+        p, g = torch.randn(shape).to(dtype).t(), 0.3 * torch.randn(shape).to(grad_dtype).t()
+        state = [0.1 * torch.rand_like(p, dtype=torch.float32), 0.1 * torch.rand_like(p, dtype=torch.float32)]
+        results = []
+        for impl in (None, "spec"):
+            made = [p.clone(), *(t.clone() for t in state)]
+            total, _ = adam_step(
+                made[:1], [g], made[1:2], made[2:], [torch.ones(())], lr=0.05, gradient_clip=0.5, impl=impl
+            )
+            results.append([total, *made])
+        for what, got, want in zip(("norm", "p", "m", "v"), *results):
+            pairs[f"{name}, {what}"] = (got, lambda want=want: want)
+    return pairs
+
+
+BEYOND = {"adam": adam, "nf4": nf4, "rope": rope, "swiglu": swiglu}

@@ -32,6 +32,15 @@ NUMBERS = {  # the numbers of the case must be wrong
         ("p = params.has_positions ?", "p = params.has_positions > 1 ?", "packed, positions"),
         ("if (params.has_k) turn", "if (!params.has_k) turn", "half, grouped heads"),
     ],
+    "adam": [
+        ("if (!committed[0]) return;", "", "refused"),
+        ("param[e] = P(value - rate * m /", "param[e] = P(value - rate * rate * m /", "first step"),
+        ("if (p.decoupled) value *= kept;", "value *= kept;", "not decoupled"),
+        ("float(grad[e]) * scale", "float(grad[e]) * scale * scale", "clipped"),
+        ("nans > 0.0f ? NAN : most", "most", "refused"),
+        ("sum += g * g;", "sum = g * g;", "several chunks"),
+        ("last = min(c * CHUNK + CHUNK, p.numel)", "last = min(c * CHUNK + 100, p.numel)", "several chunks"),
+    ],
 }
 OUT_OF_BOUNDS = {  # AddressSanitizer must see it
     "nf4": [
@@ -47,6 +56,10 @@ OUT_OF_BOUNDS = {  # AddressSanitizer must see it
     "rope": [
         ("e < s.heads * rest;", "e <= s.heads * rest;", "partial"),
         ("bool inside = p >= 0 &&", "bool inside = p >= -1000 ||", "beyond"),
+    ],
+    "adam": [
+        ("e < p.numel; e += long", "e <= p.numel; e += long", "later step, decay"),
+        ("last = min(c * CHUNK + CHUNK, p.numel)", "last = c * CHUNK + CHUNK", "clipped"),
     ],
 }  # fmt: skip
 ADDRESS_SPACES = {  # the lint must refuse it

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .._launch import on
 from . import quantized, spec
+from .layout import dense_in_memory, in_one_order
 
 BLOCK = 1024  # elements that a program of the update takes at once
 CHUNK = 4 * BLOCK  # elements that it walks
@@ -273,7 +274,7 @@ def norm(grads: list[Tensor], clip: float | None) -> tuple[Tensor, Tensor, Tenso
     groups, parts = [], 0
     for indices in _by_dtype(grads):
         # any order of the elements will do, so a dense tensor is read as it lies
-        dense = [grads[i] if _dense(grads[i]) else grads[i].contiguous() for i in indices]
+        dense = [grads[i] if dense_in_memory(grads[i]) else grads[i].contiguous() for i in indices]
         sizes, at = tuple(g.numel() for g in dense), _addresses(dense)
         groups.append((dense, *_table(*_place(device), TILE, sizes, (at,), None), parts))
         parts += groups[-1][2]
@@ -310,7 +311,7 @@ def step(
 ) -> None:
     advance(steps, committed)
     for indices in _by_dtype(params, grads):
-        rows = [_aligned(params[i], grads[i], exp_avgs[i], exp_avg_sqs[i]) for i in indices]
+        rows = [in_one_order(params[i], grads[i], exp_avgs[i], exp_avg_sqs[i]) for i in indices]
         p, g, m, v = zip(*rows)
         sizes, columns = tuple(t.numel() for t in p), (_addresses(p), _addresses(g), _addresses(steps, indices))
         made = _table(*_place(p[0].device), CHUNK, sizes, columns, (_addresses(m), _addresses(v)))
@@ -427,21 +428,3 @@ def _by_dtype(*columns: Sequence[Tensor]) -> list[list[int]]:
         if row[0].numel():
             groups.setdefault(tuple(t.dtype for t in row), []).append(i)
     return list(groups.values())
-
-
-def _aligned(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four tensors with their elements in one order in memory; those that lie otherwise are copied."""
-    if not (_dense(p) and m.stride() == v.stride() == p.stride()):
-        return p.contiguous(), g.contiguous(), m.contiguous(), v.contiguous()
-    return p, g if g.stride() == p.stride() else torch.empty_like(p, dtype=g.dtype).copy_(g), m, v
-
-
-def _dense(t: Tensor) -> bool:
-    """Every element once and no gaps, in any order of the dimensions."""
-    expected = 1
-    for size, stride in sorted(zip(t.shape, t.stride()), key=lambda pair: pair[1]):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True

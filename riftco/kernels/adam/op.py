@@ -27,7 +27,7 @@ norm = define(
     "(Tensor[] grads, float? clip) -> (Tensor norm, Tensor clip_scale, Tensor committed)",
     fake=_fake_norm,
     spec=f"{HERE}.spec:norm",
-    launchers={"cuda": f"{HERE}.cuda:norm", "mps": f"{HERE}.spec:norm"},
+    launchers={"cuda": f"{HERE}.cuda:norm", "mps": "riftco.metal.adam:norm"},
 )
 step = define(
     "adam_step",
@@ -36,7 +36,7 @@ step = define(
     " bool decoupled) -> ()",
     fake=_fake_step,
     spec=f"{HERE}.spec:step",
-    launchers={"cpu": f"{HERE}.cpu:step", "cuda": f"{HERE}.cuda:step", "mps": f"{HERE}.spec:step"},
+    launchers={"cpu": f"{HERE}.cpu:step", "cuda": f"{HERE}.cuda:step", "mps": "riftco.metal.adam:step"},
 )
 advance = define(
     "adam_advance",
@@ -52,7 +52,11 @@ paged_step = define(
     " float weight_decay, bool decoupled) -> ()",
     fake=_fake_step,
     spec=f"{HERE}.spec:paged_step",
-    launchers={"cpu": f"{HERE}.cpu:paged_step", "cuda": f"{HERE}.cuda:paged_step", "mps": f"{HERE}.spec:paged_step"},
+    launchers={
+        "cpu": f"{HERE}.cpu:paged_step",
+        "cuda": f"{HERE}.cuda:paged_step",
+        "mps": "riftco.metal.adam:paged_step",
+    },
 )
 
 
@@ -96,7 +100,7 @@ def adam_step(
     Raises:
         ValueError: tensors or options that do not fit, each named.
 
-    Devices: cpu, cuda (Triton), mps (plain torch). On XLA use torch.optim.AdamW.
+    Devices: cpu, cuda (Triton), mps (Metal). On XLA use torch.optim.AdamW.
     Numerics: float32, each parameter rounded once; the norm is taken in two passes and cannot overflow while it is
         representable. Deterministic, no host synchronisation.
     Source: Kingma & Ba 2015, algorithm 1; Loshchilov & Hutter 2019, algorithm 2.
