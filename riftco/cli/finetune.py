@@ -33,6 +33,9 @@ def finetune(
     epochs: Annotated[int | None, Opt("--epochs", help="Passes over the data [1].")] = None,
     batch_tokens: Annotated[int | None, Opt("--batch-tokens", help="Most tokens of a micro-batch [2048].")] = None,
     accumulate: Annotated[int | None, Opt("--accumulate", help="Micro-batches of one step [1].")] = None,
+    chunk: Annotated[
+        int | None, Opt("--chunk", help="Train longer examples in chunks of so many tokens, exactly: less memory.")
+    ] = None,
     max_length: Annotated[int | None, Opt("--max-length", help="Longest example [the model's context].")] = None,
     truncate: Annotated[bool | None, Opt("--truncate", help="Cut longer examples instead of refusing them.")] = None,
     skip_bad: Annotated[bool | None, Opt("--skip-bad", help="Leave bad lines out and count them.")] = None,

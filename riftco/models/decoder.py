@@ -7,6 +7,7 @@ D head size, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,12 @@ class Packing:
     max_seqlen: int | None = None
 
 
+class Attends(Protocol):
+    """In a cache's place: attention over rows that it keeps itself, [B, T, H, D] from rotated q, k and from v."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+
 class Attention(nn.Module):
     def __init__(self, config: DecoderConfig, index: int):
         super().__init__()
@@ -47,7 +54,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(D, eps=config.rms_norm_eps)
 
     def forward(
-        self, x: Tensor, rotation: Rotation, packing: Packing | None = None, cache: KVCache | None = None
+        self, x: Tensor, rotation: Rotation, packing: Packing | None = None, cache: KVCache | Attends | None = None
     ) -> Tensor:
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
@@ -57,6 +64,8 @@ class Attention(nn.Module):
         if self.rotates:
             q, k = rope(q, k, rotation.cos, rotation.sin, positions=rotation.rows)
         if cache is not None:
+            if not isinstance(cache, KVCache):
+                return self.o_proj(cache.attend(self.index, q, k, v).flatten(-2))
             k, v = cache.append(self.index, k, v)
         if packing is None:
             out = attention(q, k, v, causal=True, impl=self.impl)
@@ -91,7 +100,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(
-        self, x: Tensor, rotation: Rotation, packing: Packing | None = None, cache: KVCache | None = None
+        self, x: Tensor, rotation: Rotation, packing: Packing | None = None, cache: KVCache | Attends | None = None
     ) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rotation, packing, cache)
         return x + self.mlp(self.post_attention_layernorm(x))

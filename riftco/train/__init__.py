@@ -1,5 +1,6 @@
 """The training loop, its metrics, failures, evaluation and checkpoints."""
 
+from .chunked import WalkResult, read, walk, walk_runs
 from .duty import DutyCycle
 from .evaluate import evaluate
 from .failures import StepAbandoned, TrainerPoisoned
@@ -17,6 +18,10 @@ __all__ = [
     "Trainer",
     "TrainerPoisoned",
     "TrainingMetric",
+    "WalkResult",
     "current_progress",
     "evaluate",
+    "read",
+    "walk",
+    "walk_runs",
 ]

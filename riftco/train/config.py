@@ -63,6 +63,7 @@ class FinetuneConfig:
     epochs: int | None = None
     batch_tokens: int = 2048
     accumulate: int = 1
+    chunk: int | None = None
     max_length: int | None = None
     truncate: bool = False
     skip_bad: bool = False
@@ -94,7 +95,7 @@ class FinetuneConfig:
         _choice("--schedule", self.schedule, KINDS)
         for name in ("rank", "batch_tokens", "accumulate", "save_every", "keep"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("steps", "epochs", "max_length"):
+        for name in ("steps", "epochs", "max_length", "chunk"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         for name in ("warmup", "eval_every", "early_stopping"):

@@ -100,6 +100,7 @@ def prepare(given: Mapping[str, Any], *, resume: bool = False, reporter: Reporte
         accumulate=config.accumulate,
         device=device,
         auto_micro_batch=config.auto_micro_batch,
+        chunk=config.chunk,
         limiter=DutyCycle(config.duty_cycle) if config.duty_cycle < 1 else None,
     )
     torch.manual_seed(config.seed)

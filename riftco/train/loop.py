@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..data import Batch, RowPlan, Staging
 from ..functional import sliced_head_loss
+from .chunked import walk_batch
 from .duty import DutyCycle
 from .failures import OutOfMemory, StepAbandoned, TrainerPoisoned, device_failed, diagnostic, out_of_memory
 from .metrics import Progress, RunReport, TrainingMetric, peak_bytes
@@ -63,6 +64,8 @@ class Trainer:
         auto_micro_batch: on running out of memory halve every micro-batch, by documents, and compute the step again:
             the same update, up to rounding. It stays halved.
         limiter: leaves a part of the time to others.
+        chunk: micro-batches with a longer document are trained in chunks of so many rows, exactly (see `walk`): memory
+            is one chunk's graph.
 
     Attributes:
         step: completed optimizer steps.
@@ -86,15 +89,18 @@ class Trainer:
         on_progress: Callable[[Progress], bool | None] | None = None,
         auto_micro_batch: bool = False,
         limiter: DutyCycle | None = None,
+        chunk: int | None = None,
     ):
         if accumulate < 1:
             raise ValueError(f"accumulate must be 1 or more; got {accumulate}")
+        if chunk is not None and chunk < 1:
+            raise ValueError(f"chunk must be 1 or more; got {chunk}")
         if schedule.steps > MOST_STEPS:
             raise OverflowError(f"a horizon of {schedule.steps} steps does not fit the optimizer's counter")
         self.model, self.optimizer, self.source, self.schedule = model, optimizer, source, schedule
         self.accumulate, self.device = accumulate, torch.device(device)
         self.sinks, self.on_progress = tuple(sinks), on_progress
-        self.auto_micro_batch, self.limiter = auto_micro_batch, limiter
+        self.auto_micro_batch, self.limiter, self.chunk = auto_micro_batch, limiter, chunk
         self._staging = Staging(self.device) if self.device.type == "cuda" else None
         self.step, self.halvings = 0, 0
         self.abandoned: list[str] = []
@@ -191,6 +197,19 @@ class Trainer:
             self.limiter.wait()
         started = time.perf_counter()
         there = batch.to(self.device) if self._staging is None else self._staging(batch)
+        loss = self._loss(batch, there, plan)
+        if self.limiter is not None:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self.limiter.worked(time.perf_counter() - started)
+        return loss
+
+    def _loss(self, batch: Batch, there: Batch, plan: RowPlan) -> Tensor:
+        """The loss, detached; its gradients are the parameters' by then."""
+        if self.chunk is not None and batch.max_seqlen > self.chunk:
+            if there.topk_ids is not None:
+                raise ValueError(f"positions of several labels are not trained in chunks of {self.chunk}")
+            return walk_batch(self.model, batch, there, self.chunk, plan.denominator)
         where = {"positions": there.positions, "cu_seqlens": there.cu_seqlens, "max_seqlen": there.max_seqlen}
         if there.topk_ids is None:
             loss = self.model.loss(
@@ -206,10 +225,6 @@ class Trainer:
                 denominator=plan.denominator,
             )
         loss.backward()
-        if self.limiter is not None:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            self.limiter.worked(time.perf_counter() - started)
         return loss.detach().float()
 
     @contextlib.contextmanager

@@ -336,6 +336,16 @@ def test_a_streamed_file_resumes_like_one_in_memory(riftco, model, chat, tmp_pat
     assert "no such file" in text
 
 
+@pytest.mark.parametrize("replay", ["disabled", "block"])
+def test_examples_longer_than_a_chunk_train_the_same(riftco, model, chat, tmp_path, replay):
+    options = ("--model", model, "--data", chat, *SMALL, "--method", "lora", "--log-json")
+    whole = losses(riftco("finetune", *options, "--output", tmp_path / "whole"))
+    chunk = ("--chunk", 16, "--activation-checkpointing", replay)
+    chunked = losses(riftco("finetune", *options, *chunk, "--output", tmp_path / "chunked"))
+    for a, b in zip(whole, chunked, strict=True):
+        assert b == pytest.approx(a, rel=1e-3)
+
+
 def test_memory_that_runs_out_halves_the_micro_batch(riftco, model, chat, tmp_path, monkeypatch):
     from riftco.models import Decoder
 

@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from train.tiny import ClippedAdamW, parts
 
 from riftco.data import Batch
+from riftco.models import Decoder, DecoderConfig
+from riftco.models.rotary import Rope
 from riftco.optim import Adam
 from riftco.train import DutyCycle, Schedule, StepAbandoned, Trainer, TrainerPoisoned
 from riftco.train.checkpoint import open_checkpoint, save_checkpoint
@@ -185,6 +187,21 @@ def test_what_a_sink_raises_does_not_undo_the_step(error):
         made.run(1)
     made.sinks = ()
     assert same(everything(made), want)
+
+
+def test_a_head_that_the_sliced_loss_cannot_take_abandons_before_any_compute():
+    torch.manual_seed(0)
+    model = Decoder(DecoderConfig("llama", 20, 16, 24, 1, 2, 1, 8, 64, Rope(8, 1e4)))
+    head, (_, _, loader) = model.lm_head, parts()
+    made = Trainer(model, Adam(model.parameters(), lr=0.01), loader, Schedule(0.01, 5))
+    model.lm_head = torch.nn.Sequential(head, torch.nn.Tanh())
+    reached = []
+    model.model.embed_tokens.register_forward_hook(lambda *_: reached.append(1))
+    with pytest.raises(StepAbandoned, match="loss: "):
+        made.run(1)
+    assert not reached
+    model.lm_head = head
+    assert made.run(1).metrics[0].step == 1
 
 
 # --- smaller micro-batches --------------------------------------------------------------------------------------------
