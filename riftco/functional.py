@@ -25,6 +25,8 @@ from .kernels.cross_entropy import (
     torch_cross_entropy,
 )
 from .kernels.embedding.op import embedding, gather_rows, scatter_rows
+from .kernels.gguf_linear.op import dequantize_gguf, gguf_linear
+from .kernels.gguf_linear.weight import GGUFWeight
 from .kernels.layer_norm.op import layer_norm
 from .kernels.linear_cross_entropy import (
     cce_linear_cross_entropy,
@@ -47,6 +49,7 @@ __all__ = [
     "AuxRequest",
     "Cache",
     "CacheLayer",
+    "GGUFWeight",
     "NF4Weight",
     "adam_step",
     "attention",
@@ -55,6 +58,7 @@ __all__ = [
     "cce_linear_cross_entropy",
     "cross_entropy",
     "cross_entropy_time_range",
+    "dequantize_gguf",
     "dequantize_nf4",
     "describe_head",
     "embedding",
@@ -67,6 +71,7 @@ __all__ = [
     "flash_attn_with_kvcache",
     "gather_rows",
     "geglu",
+    "gguf_linear",
     "layer_norm",
     "liger_fused_linear_cross_entropy",
     "linear_cross_entropy",

@@ -31,6 +31,10 @@ DRAWN = {
     ),
     "linear_cross_entropy": (dict(B=FEW, T=st.integers(3, 9), C=SOME, V=MANY), dict(bias=BOOL)),
     "nf4": (dict(M=MANY, N=SOME, K=MANY), dict(bias=BOOL, double_quant=BOOL)),
+    "gguf_linear": (
+        dict(M=MANY, N=SOME, K=st.sampled_from([256, 512])),
+        dict(bias=BOOL, format=st.sampled_from(["Q4_0", "Q5_1", "Q8_0", "Q5_K", "Q6_K"])),
+    ),
     "lora_linear": (dict(M=MANY, N=SOME, C=MANY, R=SOME), dict(bias=BOOL, nf4=BOOL)),
     "rms_norm": (dict(B=FEW, T=SOME, C=MANY), {}),
     "rope": (dict(B=FEW, T=SOME, H=FEW, K=FEW, D=st.just(24), R=st.sampled_from([2, 8, 24])), dict(interleaved=BOOL)),

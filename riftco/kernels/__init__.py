@@ -7,6 +7,7 @@ ROOMS = (
     "cross_entropy",
     "embedding",
     "layer_norm",
+    "gguf_linear",
     "linear_cross_entropy",
     "lora_linear",
     "nf4",

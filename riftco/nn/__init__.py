@@ -5,6 +5,7 @@ from ..kernels.attention.multihead import MultiheadAttention
 from ..kernels.cached_attention.module import CachedAttention
 from ..kernels.cross_entropy.module import CrossEntropyLoss, LigerCrossEntropyLoss
 from ..kernels.embedding.module import Embedding
+from ..kernels.gguf_linear.module import GGUFLinear
 from ..kernels.layer_norm.module import LayerNorm
 from ..kernels.linear_cross_entropy.module import (
     LigerFusedLinearCrossEntropyLoss,
@@ -23,6 +24,7 @@ __all__ = [
     "CrossEntropyLoss",
     "Embedding",
     "LayerNorm",
+    "GGUFLinear",
     "LigerCrossEntropyLoss",
     "LigerFusedLinearCrossEntropyLoss",
     "LinearCrossEntropy",

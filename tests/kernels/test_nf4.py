@@ -135,7 +135,7 @@ def test_blocks_on_the_cpu(monkeypatch, dtype, K, block_size, bias):
     args = (q.codes, q.scale)
     sizes = (N, K, block_size)
     y, d_x = cpu.forward(x, *args, b, *sizes), cpu.backward(d_y, *args, *sizes)
-    monkeypatch.setattr(cpu, "SCRATCH_BYTES", 11 * K * dtype.itemsize)
+    monkeypatch.setattr(cpu, "FEW_BYTES", 11 * K * dtype.itemsize)
     monkeypatch.setattr(cpu, "STEP", 2048)
     with Largest() as mode:
         y_blocks, d_x_blocks = cpu.forward(x, *args, b, *sizes), cpu.backward(d_y, *args, *sizes)

@@ -1,4 +1,4 @@
-"""NF4 on the CPU: a block of the weight at a time is decoded into a small scratch and multiplied there.
+"""NF4 on the CPU: a stretch of the weight at a time is decoded into a small scratch and multiplied there.
 
 Decoding is one table look-up a byte: the table holds both float32 values of each of the 256 bytes as one int64, which
 index_select copies several times faster than rows of two floats.
@@ -7,80 +7,75 @@ index_select copies several times faster than rows of two floats.
 import torch
 from torch import Tensor
 
+from .. import _frozen
 from .spec import TABLE
 
-SCRATCH_BYTES = 16 << 20  # of decoded weight held at once
+FEW_ROWS = 16  # up to so many rows of x the decoded stretch should not leave the cache
+FEW_BYTES, SCRATCH_BYTES = 1 << 20, 16 << 20  # of decoded weight held at once, for few rows and for many
 STEP = 1 << 17  # bytes decoded at once, so that the float32 values stay in the cache; a multiple of every block
 BYTES = torch.arange(256)
 PAIRS = torch.stack((TABLE[BYTES >> 4], TABLE[BYTES & 15]), 1).view(torch.int64).view(-1)
 
 
 def forward(x: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None, N: int, K: int, block_size: int) -> Tensor:
-    rows = x.reshape(x.shape[:-1].numel(), K)
-    y = torch.empty(rows.shape[0], N, dtype=x.dtype)
-    bias = None if bias is None else bias.to(x.dtype)
-    step = _step(K, x.dtype)
-    for lo in range(0, N, step):
-        w = _decode_rows(codes, absmax, lo, min(lo + step, N), K, block_size, x.dtype).t()
-        part = y[:, lo : lo + step]
-        if bias is None:
-            torch.mm(rows, w, out=part)
-        else:
-            torch.addmm(bias[lo : lo + step], rows, w, out=part)
-    return y.view(*x.shape[:-1], N)
+    def rows(lo: int, hi: int, scratch: Tensor) -> Tensor:
+        return _decode_rows(codes, absmax, lo, hi, K, block_size, scratch)
+
+    return _frozen.forward(x, bias, N, K, _scratch(x), rows, 2 * block_size)
 
 
 def backward(d_y: Tensor, codes: Tensor, absmax: Tensor, N: int, K: int, block_size: int) -> Tensor:
     """Columns of W at a time where blocks do not span rows, as a sum over row blocks would round more than once."""
-    rows, dtype = d_y.reshape(d_y.shape[:-1].numel(), N), d_y.dtype
-    if _step(K, dtype) >= N:
-        d_x = rows @ _decode_rows(codes, absmax, 0, N, K, block_size, dtype)
-    elif K % block_size == 0:
-        d_x = torch.empty(rows.shape[0], K, dtype=dtype)
-        step = max(1, _step(N, dtype) // block_size) * block_size
-        for lo in range(0, K, step):
-            hi = min(lo + step, K)
+    if K % block_size == 0:
+
+        def columns(lo: int, hi: int, scratch: Tensor) -> Tensor:
             packed = codes.view(N, K // 2)[:, lo // 2 : hi // 2].reshape(-1)
             scale = absmax.view(N, K // block_size)[:, lo // block_size : hi // block_size].reshape(-1)
-            torch.mm(rows, _decode(packed, scale, block_size, dtype).view(N, hi - lo), out=d_x[:, lo:hi])
+            return _decode(packed, scale, block_size, scratch[: N * (hi - lo)]).view(N, hi - lo)
+
+        return _frozen.backward(d_y, N, K, _scratch(d_y), columns, block_size)
+    rows, dtype = d_y.reshape(d_y.shape[:-1].numel(), N), d_y.dtype
+    pieces = _frozen.stretches(N, 4 * K, _scratch(d_y))
+    scratch = torch.empty(max((hi - lo for lo, hi in pieces), default=0) * K + 2 * block_size, dtype=dtype)
+    if len(pieces) == 1:
+        d_x = rows @ _decode_rows(codes, absmax, 0, N, K, block_size, scratch)
     else:
         total = torch.zeros(rows.shape[0], K, dtype=torch.float32)
-        step = _step(K, torch.float32)
-        for lo in range(0, N, step):
-            w = _decode_rows(codes, absmax, lo, min(lo + step, N), K, block_size, dtype)
-            total.addmm_(rows[:, lo : lo + step].float(), w.float())
+        for lo, hi in pieces:
+            w = _decode_rows(codes, absmax, lo, hi, K, block_size, scratch)
+            total.addmm_(rows[:, lo:hi].float(), w.float())
         d_x = total.to(dtype)
     return d_x.view(*d_y.shape[:-1], K)
 
 
 def dequantize(codes: Tensor, absmax: Tensor, numel: int, block_size: int, dtype: torch.dtype) -> Tensor:
-    out = _decode(codes.reshape(-1), absmax, block_size, dtype)
+    out = _decode(codes.reshape(-1), absmax, block_size, torch.empty(2 * codes.numel(), dtype=dtype))
     return out if numel == out.numel() else out[:numel].clone()
 
 
-def _step(width: int, dtype: torch.dtype) -> int:
-    """Lines of `width` values that fit the scratch."""
-    return max(1, SCRATCH_BYTES // (max(width, 1) * dtype.itemsize))
+def _scratch(x: Tensor) -> int:
+    return FEW_BYTES if x.shape[:-1].numel() <= FEW_ROWS else SCRATCH_BYTES
 
 
-def _decode_rows(
-    codes: Tensor, absmax: Tensor, lo: int, hi: int, K: int, block_size: int, dtype: torch.dtype
-) -> Tensor:
-    """W[lo:hi], decoded from the blocks that hold it: rows need not start where a block does."""
+def _decode_rows(codes: Tensor, absmax: Tensor, lo: int, hi: int, K: int, block_size: int, out: Tensor) -> Tensor:
+    """W[lo:hi], decoded into `out` from the blocks that hold it: rows need not start where a block does."""
     first, last = lo * K // block_size, -(-hi * K // block_size)
     packed = codes.reshape(-1)[first * block_size // 2 : last * block_size // 2]
-    values = _decode(packed, absmax[first:last], block_size, dtype)
+    values = _decode(packed, absmax[first:last], block_size, out[: 2 * packed.numel()])
     start = lo * K - first * block_size
     return values[start : start + (hi - lo) * K].view(hi - lo, K)
 
 
-def _decode(packed: Tensor, absmax: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
-    """uint8 [n] from the start of a block, absmax [blocks] -> [2 n] values."""
-    out = torch.empty(2 * packed.numel(), dtype=dtype)
+def _decode(packed: Tensor, absmax: Tensor, block_size: int, out: Tensor) -> Tensor:
+    """uint8 [n] from the start of a block, absmax [blocks] -> [2 n] values, in `out`."""
+    most = min(STEP, packed.numel())
+    indices = torch.empty(most, dtype=torch.int32)
+    exact = None if out.dtype == torch.float32 else torch.empty(2 * most, dtype=torch.float32)
     for lo in range(0, packed.numel(), STEP):
-        index = packed[lo : lo + STEP].int()
+        source = packed[lo : lo + STEP]
+        index = indices[: source.numel()].copy_(source)
         part = out[2 * lo : 2 * (lo + STEP)]
-        values = part if dtype == torch.float32 else torch.empty(part.numel(), dtype=torch.float32)
+        values = part if exact is None else exact[: part.numel()]
         torch.index_select(PAIRS, 0, index, out=values.view(torch.int64))
         scale = absmax[2 * lo // block_size : -(-2 * (lo + STEP) // block_size)]
         full = values.numel() // block_size

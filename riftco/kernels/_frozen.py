@@ -1,0 +1,52 @@
+"""Products with a frozen weight that is decoded a stretch at a time: W [N, K] is never whole in 16 or 32 bit.
+
+Forward a stretch is some rows of W, for d_x some columns: nothing is summed over stretches, so each number is made by
+one matrix product and rounded once. All stretches of a call share one scratch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+# (lo, hi, scratch [elements]) -> rows or columns lo..hi of W in the product's dtype, a view of the scratch
+Decode = Callable[[int, int, Tensor], Tensor]
+
+
+def forward(
+    x: Tensor, bias: Tensor | None, N: int, K: int, scratch_bytes: int, decode: Decode, spare: int = 0
+) -> Tensor:
+    """y [..., N] = x W^T + bias; decode gives W[lo:hi]. The scratch has `spare` elements more than they take."""
+    rows = x.reshape(x.shape[:-1].numel(), K)
+    y = torch.empty(rows.shape[0], N, dtype=x.dtype, device=x.device)
+    bias = None if bias is None else bias.to(x.dtype)
+    pieces = stretches(N, K * x.element_size(), scratch_bytes)
+    scratch = x.new_empty(max((hi - lo for lo, hi in pieces), default=0) * K + spare)
+    for lo, hi in pieces:
+        w = decode(lo, hi, scratch).t()
+        if bias is None:
+            torch.mm(rows, w, out=y[:, lo:hi])
+        else:
+            torch.addmm(bias[lo:hi], rows, w, out=y[:, lo:hi])
+    return y.view(*x.shape[:-1], N)
+
+
+def backward(d_y: Tensor, N: int, K: int, scratch_bytes: int, decode: Decode, step: int = 1) -> Tensor:
+    """d_x [..., K] = d_y W; decode gives W[:, lo:hi], lo a multiple of `step`."""
+    rows = d_y.reshape(d_y.shape[:-1].numel(), N)
+    d_x = torch.empty(rows.shape[0], K, dtype=d_y.dtype, device=d_y.device)
+    pieces = stretches(K, N * d_y.element_size(), scratch_bytes, step)
+    scratch = d_y.new_empty(max((hi - lo for lo, hi in pieces), default=0) * N)
+    for lo, hi in pieces:
+        torch.mm(rows, decode(lo, hi, scratch), out=d_x[:, lo:hi])
+    return d_x.view(*d_y.shape[:-1], K)
+
+
+def stretches(lines: int, line_bytes: int, scratch_bytes: int, step: int = 1) -> list[tuple[int, int]]:
+    """0..lines in even stretches whose lines fit the scratch together, each but the last a multiple of `step`."""
+    most = max(1, scratch_bytes // max(line_bytes, 1) // step)
+    units = -(-lines // step)
+    each = step * -(-units // max(1, -(-units // most)))
+    return [(lo, min(lo + each, lines)) for lo in range(0, lines, max(each, 1))]
