@@ -11,7 +11,7 @@ from riftco import nn
 from riftco.functional import embedding, gather_rows, scatter_rows
 from riftco.kernels.embedding import cases, op
 
-DEVICES = support.device_params(("cpu", "cpu-triton", "cuda"))
+DEVICES = support.device_params(("cpu", "cpu-triton", "mps-emulated", "cuda"))
 
 
 def gradient(x, ids, d_out, **options):

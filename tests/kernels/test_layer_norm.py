@@ -9,7 +9,7 @@ from riftco import nn
 from riftco.functional import layer_norm
 from riftco.kernels.layer_norm import cases, op
 
-DEVICES = support.device_params(("cpu", "cpu-triton", "cuda"))
+DEVICES = support.device_params(("cpu", "cpu-triton", "mps-emulated", "cuda"))
 
 
 def test_gradcheck():

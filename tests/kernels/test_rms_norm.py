@@ -14,7 +14,7 @@ from riftco import nn
 from riftco.functional import rms_norm
 from riftco.kernels.rms_norm import cases, op
 
-DEVICES = support.device_params(("cpu", "cpu-triton", "cuda"))
+DEVICES = support.device_params(("cpu", "cpu-triton", "mps-emulated", "cuda"))
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])

@@ -81,4 +81,44 @@ def adam(dtype: torch.dtype) -> Pairs:
     return pairs
 
 
-BEYOND = {"adam": adam, "nf4": nf4, "rope": rope, "swiglu": swiglu}
+def _norm(function, dtype: torch.dtype, *more: Tensor) -> Pairs:
+    """Strided rows and gradients, weights and a residual in float32, by hand and as the spec."""
+    x = torch.randn(2, 40, 6).to(dtype).transpose(1, 2)[:, ::2]
+    weight, residual = torch.randn(80)[::2], torch.randn(2, 3, 40)
+    upstream = torch.randn(2, 40, 3).to(dtype).transpose(1, 2)
+    pairs: Pairs = {}
+    for name, w, other in (("float32 weight", weight, None), ("float32 residual", weight, residual)):
+        given = [t for t in (x, w, other, *more) if t is not None]
+        results = []
+        for impl in (None, "spec"):
+            leaves = [t.detach().clone().requires_grad_() if t is not x else x.detach().requires_grad_() for t in given]
+            r = leaves[2] if other is not None else None
+            out = function(leaves[0], *leaves[1:2], *leaves[3 - (r is None) :], residual=r, impl=impl)
+            y = out if r is None else out[0]
+            results.append([y, *torch.autograd.grad(y, leaves, upstream)])
+        for i, (got, want) in enumerate(zip(*results)):
+            pairs[f"{name}, {i}"] = (got.detach(), lambda want=want: want.detach())
+    return pairs
+
+
+def rms_norm(dtype: torch.dtype) -> Pairs:
+    return _norm(F.rms_norm, dtype)
+
+
+def layer_norm(dtype: torch.dtype) -> Pairs:
+    return _norm(F.layer_norm, dtype, torch.randn(40))
+
+
+def embedding(dtype: torch.dtype) -> Pairs:
+    """Ids outside give NaN and touch nothing; a table whose columns lie apart; 32-bit ids."""
+    table = torch.randn(5, 4).to(dtype).t()
+    ids = torch.tensor([[3, 0], [4, -1]], dtype=torch.int32)
+
+    def want() -> Tensor:
+        inside = (ids >= 0) & (ids < 4)
+        return torch.where(inside.unsqueeze(-1), table[ids.clamp(0, 3).long()], torch.nan)
+
+    return {"gathered": (F.gather_rows(table, ids), want)}
+
+
+BEYOND = {f.__name__: f for f in (adam, embedding, layer_norm, nf4, rms_norm, rope, swiglu)}

@@ -41,6 +41,29 @@ NUMBERS = {  # the numbers of the case must be wrong
         ("sum += g * g;", "sum = g * g;", "several chunks"),
         ("last = min(c * CHUNK + CHUNK, p.numel)", "last = min(c * CHUNK + 100, p.numel)", "several chunks"),
     ],
+    "rms_norm": [
+        (
+            "both[c] = T(value + float(other[c * p.stride_residual]));",
+            "both[c] = T(float(other[c]));",
+            "residual",
+        ),
+        ("value *= float(weight[c * p.stride_weight]) + p.offset;", "value *= float(weight[c]);", "Gemma offset"),
+        ("(g - z * product -", "(g + z * product -", "odd sizes"),
+        ("if (p.has_d_total) d +=", "if (!p.has_d_total) d *=", "residual"),
+        ("n < min((share + 1) * p.rows_each, p.N)", "n < (share + 1) * p.rows_each - 1", "many short rows"),
+        ("sum += part[share * p.C + c]", "sum = part[share * p.C + c]", "many short rows"),
+    ],
+    "layer_norm": [
+        ("product - (CENTRE ? sum : 0.0f)", "product - (CENTRE ? 0.0f : sum)", "odd sizes"),
+        ("bias_sum += g;", "bias_sum = g;", "odd sizes"),
+    ],
+    "embedding": [
+        ("sum += float(d_out[order[j]", "sum += float(d_out[j", "odd sizes"),
+        ("r == p.padding ? begin : first[r + 1]", "first[r + 1]", "padding"),
+        ("from < 0 ? x[", "from <= 0 ? x[", "replaced rows"),
+        ("kept = owner[r] < 0", "kept = owner[r] <= 0", "replaced rows"),
+        ("&& owner[id] == i", "", "replaced rows"),
+    ],
 }
 OUT_OF_BOUNDS = {  # AddressSanitizer must see it
     "nf4": [
@@ -61,8 +84,17 @@ OUT_OF_BOUNDS = {  # AddressSanitizer must see it
         ("e < p.numel; e += long", "e <= p.numel; e += long", "later step, decay"),
         ("last = min(c * CHUNK + CHUNK, p.numel)", "last = c * CHUNK + CHUNK", "clipped"),
     ],
+    "rms_norm": [
+        ("n < min((share + 1) * p.rows_each, p.N)", "n < (share + 1) * p.rows_each", "many short rows"),
+        ("if (c >= p.C) continue;", "if (c > p.C) continue;", "odd sizes"),
+    ],
+    "embedding": [
+        ("inside = id >= 0 && id < p.rows;", "inside = id >= 0;", "beyond"),
+        ("end = r == p.padding ? begin : first[r + 1]", "end = first[r + 1] + 1", "odd sizes"),
+    ],
 }  # fmt: skip
 ADDRESS_SPACES = {  # the lint must refuse it
     "nf4": [("device const float* absmax;", "threadgroup const float* absmax;")],
+    "rms_norm": [("product = threadgroup_sum(product, products,", "product = threadgroup_sum(product, d_x,")],
     "rope": [("device const T* x, constant Heads& s", "threadgroup const T* x, constant Heads& s")],
 }

@@ -101,41 +101,41 @@ def test_the_wrong_address_space_is_caught(shader, old, new):
 
 
 def barriers():
-    """(shader, position in its source) of every barrier; those of a header in the first shader that has it."""
-    seen, params = set(), []
+    """Every barrier of every file, as its places in the shaders that have it: [(shader, position in the source)]."""
+    places: dict[str, list] = {}
     for shader in SHADERS:
-        source, headers = riftco.metal.source(shader), set()
+        source, count = riftco.metal.source(shader), {}
         for m in re.finditer(re.escape(BARRIER), source):
             file = re.findall(r'#line \d+ "([\w.]+)"', source[: m.start()])[-1]
-            if file not in seen:
-                headers.add(file)
-                number = sum(1 for p in params if p.id.startswith(f"{file}-"))
-                params.append(pytest.param(shader, m.start(), id=f"{file}-{number}"))
-        seen |= headers
-    return params
+            number = count[file] = count.get(file, -1) + 1
+            places.setdefault(f"{file}-{number}", []).append((shader, m.start()))
+    return [pytest.param(where, id=name) for name, where in places.items()]
 
 
-@pytest.mark.parametrize("shader,at", barriers())
-def test_without_any_one_barrier_there_is_a_race(shader, at):
+@pytest.mark.parametrize("places", barriers())
+def test_without_any_one_barrier_there_is_a_race(places):
+    """In one at least of the shaders that have it."""
     needs("thread")
-    source = riftco.metal.source(shader)
-    broken = float32_only(source[:at] + source[at + len(BARRIER) :])
-    for job in smallest_first(shader):
-        for same in (job, job.with_groups(1)):  # one threadgroup takes all the work: the next piece reuses its memory
-            if "data race" in same.with_source(broken).replay("thread").report:
-                return
+    for shader, at in places:
+        source = riftco.metal.source(shader)
+        broken = float32_only(source[:at] + source[at + len(BARRIER) :])
+        for job in smallest_first(shader):
+            for same in (job, job.with_groups(1)):  # one threadgroup takes all the work: the next piece reuses memory
+                if "data race" in same.with_source(broken).replay("thread").report:
+                    return
     pytest.fail("no launch needs this barrier")
 
 
-@pytest.mark.parametrize("shader,at", barriers())
-def test_a_divergent_barrier_is_caught(shader, at):
-    source = riftco.metal.source(shader)
-    function = source[: source.index("{\n", max(source.rfind("[[kernel]]", 0, at), source.rfind("inline ", 0, at)))]
-    condition = "simdgroup == 0" if "uint simdgroup" in function[-900:] else "thread_index < 32"
-    broken = float32_only(f"{source[:at]}if ({condition}) {source[at:]}")
-    for job in smallest_first(shader):
-        if job.threads > 32 and "wait at" in job.with_source(broken).replay("none").report:
-            return
+@pytest.mark.parametrize("places", barriers())
+def test_a_divergent_barrier_is_caught(places):
+    for shader, at in places:
+        source = riftco.metal.source(shader)
+        function = source[: source.index("{\n", max(source.rfind("[[kernel]]", 0, at), source.rfind("inline ", 0, at)))]
+        condition = "simdgroup == 0" if "uint simdgroup" in function[-900:] else "thread_index < 32"
+        broken = float32_only(f"{source[:at]}if ({condition}) {source[at:]}")
+        for job in smallest_first(shader):
+            if job.threads > 32 and "wait at" in job.with_source(broken).replay("none").report:
+                return
     pytest.fail("no launch noticed")
 
 

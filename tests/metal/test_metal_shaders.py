@@ -123,8 +123,9 @@ def test_language(shader):
 def test_errors_name_the_file_and_line(shader):
     """The #line marks of an inlined header lead back to the file on disk."""
     source = riftco.metal.source(shader)
-    file = (riftco.metal.CHECKOUT / f"{shader}.metal").read_text()
-    last = max(i for i, line in enumerate(file.splitlines(), 1) if line.strip() in ("}", "};"))
-    at = max(m.end() for m in re.finditer(r"^};?\n", source, re.M))
-    with pytest.raises(metal_emulator.CompileError, match=rf"{shader}\.metal:{last + 1}:"):
-        metal_emulator.library(f"{source[:at]}not_a_word;\n{source[at:]}")
+    *_, brace = re.finditer(r"^};?\n", source, re.M)
+    *_, mark = re.finditer(r'^#line (\d+) "([\w.]+)"\n', source[: brace.start()], re.M)
+    line = int(mark[1]) + source.count("\n", mark.end(), brace.start())
+    assert (riftco.metal.CHECKOUT / mark[2]).read_text().splitlines()[line - 1] == brace[0].strip()
+    with pytest.raises(metal_emulator.CompileError, match=rf"{mark[2]}:{line + 1}:"):
+        metal_emulator.library(f"{source[: brace.end()]}not_a_word;\n{source[brace.end() :]}")

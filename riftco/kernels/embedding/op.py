@@ -31,7 +31,7 @@ fwd = define(
     "(Tensor weight, Tensor ids) -> Tensor",
     fake=_fake_fwd,
     spec=f"{HERE}.spec:forward",
-    launchers={"cuda": f"{HERE}.cuda:forward", "mps": f"{HERE}.spec:forward", "xla": f"{HERE}.spec:forward"},
+    launchers={"cuda": f"{HERE}.cuda:forward", "mps": "riftco.metal.embedding:forward", "xla": f"{HERE}.spec:forward"},
 )
 bwd = define(
     "embedding_bwd",
@@ -41,7 +41,7 @@ bwd = define(
     launchers={
         "cpu": f"{HERE}.cpu:backward",
         "cuda": f"{HERE}.cuda:backward",
-        "mps": f"{HERE}.spec:backward",
+        "mps": "riftco.metal.embedding:backward",
         "xla": f"{HERE}.spec:backward",
     },
 )
@@ -53,7 +53,7 @@ scatter = define(
     launchers={
         "cpu": f"{HERE}.cpu:scatter",
         "cuda": f"{HERE}.cuda:scatter",
-        "mps": f"{HERE}.spec:scatter",
+        "mps": "riftco.metal.embedding:scatter",
         "xla": f"{HERE}.spec:scatter",
     },
 )
@@ -65,7 +65,7 @@ scatter_bwd = define(
     launchers={
         "cpu": f"{HERE}.cpu:scatter_backward",
         "cuda": f"{HERE}.cuda:scatter_backward",
-        "mps": f"{HERE}.spec:scatter_backward",
+        "mps": "riftco.metal.embedding:scatter_backward",
         "xla": f"{HERE}.spec:scatter_backward",
     },
 )
@@ -140,7 +140,7 @@ def embedding(
         IndexError: an id outside, on CPUs. Elsewhere with RIFTCO_CHECK=1; without, such a row is NaN on CUDA, gets no
             gradient, and no memory outside is touched.
 
-    Devices: cpu, cuda (Triton), mps and xla (plain torch).
+    Devices: cpu, cuda (Triton), mps (Metal), xla (plain torch).
     Numerics: the gradient of a row is summed in the order of the ids, in float32, and rounded once; no atomics, so runs
         are bit-equal on CPUs and CUDA. Saved for the backward: the ids.
     """
@@ -181,7 +181,7 @@ def scatter_rows(x: Tensor, ids: Tensor, rows: Tensor, *, impl: str | None = Non
         ValueError: shapes, dtypes or devices that do not fit, each named.
         IndexError: an id outside, with RIFTCO_CHECK=1. Without, CPUs raise what PyTorch raises, CUDA ignores the row.
 
-    Devices: cpu, cuda (Triton), mps and xla (plain torch).
+    Devices: cpu, cuda (Triton), mps (Metal), xla (plain torch).
     Numerics: copies only. Deterministic. Saved for the backward: ids and the owner of each row, no values.
     """
     name = "scatter_rows"

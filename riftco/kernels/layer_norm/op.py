@@ -34,7 +34,7 @@ fwd = define(
     launchers={
         "cpu": f"{HERE}.cpu:forward",
         "cuda": f"{HERE}.cuda:forward",
-        "mps": f"{HERE}.spec:forward",
+        "mps": "riftco.metal.layer_norm:forward",
         "xla": f"{HERE}.spec:forward",
     },
 )
@@ -47,7 +47,7 @@ bwd = define(
     launchers={
         "cpu": f"{HERE}.cpu:backward",
         "cuda": f"{HERE}.cuda:backward",
-        "mps": f"{HERE}.spec:backward",
+        "mps": "riftco.metal.layer_norm:backward",
         "xla": f"{HERE}.spec:backward",
     },
 )
@@ -129,7 +129,7 @@ def layer_norm(
     Raises:
         ValueError: shapes, dtypes, devices or options that do not fit, each named.
 
-    Devices: cpu, cuda (Triton), mps and xla (plain torch).
+    Devices: cpu, cuda (Triton), mps (Metal), xla (plain torch).
     Numerics: mean, variance about that mean, weight, bias and their gradients in float32; total is rounded before it is
         normalised, as without fusion; y is rounded once. Deterministic. Saved for the backward: x, or total in its
         stead, one mean and one rstd a row.

@@ -35,7 +35,7 @@ fwd = define(
     launchers={
         "cpu": f"{HERE}.cpu:forward",
         "cuda": f"{HERE}.cuda:forward",
-        "mps": f"{HERE}.spec:forward",
+        "mps": "riftco.metal.rms_norm:forward",
         "xla": f"{HERE}.spec:forward",
     },
 )
@@ -48,7 +48,7 @@ bwd = define(
     launchers={
         "cpu": f"{HERE}.cpu:backward",
         "cuda": f"{HERE}.cuda:backward",
-        "mps": f"{HERE}.spec:backward",
+        "mps": "riftco.metal.rms_norm:backward",
         "xla": f"{HERE}.spec:backward",
     },
 )
@@ -130,7 +130,7 @@ def rms_norm(
     Raises:
         ValueError: shapes, dtypes, devices or options that do not fit, each named.
 
-    Devices: cpu, cuda (Triton), mps and xla (plain torch).
+    Devices: cpu, cuda (Triton), mps (Metal), xla (plain torch).
     Numerics: statistics, weight and the weight's gradient in float32; total is rounded before it is normalised, as
         without fusion; the normalised value stays in float32 until y is rounded once (transformers' Llama norm rounds
         it to x's dtype before the weight is multiplied, so that in 16 bit the two differ by that rounding).
