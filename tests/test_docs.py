@@ -51,7 +51,9 @@ def blocks(page: pathlib.Path, language: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "page", [ROOT / "README.md", *(ROOT / "docs" / n for n in ("ops.md", "attention.md"))], ids=lambda p: p.name
+    "page",
+    [ROOT / "README.md", *(ROOT / "docs" / n for n in ("ops.md", "attention.md", "finetune.md"))],
+    ids=lambda p: p.name,
 )
 def test_python_blocks_run(page):
     """docs/models.md has a test of its own, as its blocks need files."""

@@ -15,7 +15,7 @@ Opt = typer.Option
 @command
 def finetune(
     model: Annotated[str | None, Opt("--model", help="A .gguf file, or a Hugging Face folder.")] = None,
-    data: Annotated[str | None, Opt("--data", help="Chat JSONL: messages, conversations, Alpaca or text.")] = None,
+    data: Annotated[str | None, Opt("--data", help="Chat JSONL, or tokens as .npy, .npz, .safetensors.")] = None,
     output: Annotated[str | None, Opt("--output", help="A new folder for the run; the adapter is in it.")] = None,
     eval: Annotated[str | None, Opt("--eval", help="Held-out JSONL, evaluated before and after.")] = None,
     eval_split: Annotated[float | None, Opt("--eval-split", help="Or: hold out this fraction of --data.")] = None,

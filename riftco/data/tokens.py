@@ -24,6 +24,7 @@ from .geometry import INT32_MAX, Geometry
 from .loader import check_tokens
 from .sampler import ShuffledOrder, WindowSampler
 
+SUFFIXES = (".npy", ".npz", ".safetensors")
 INTEGERS = {"I64": "<i8", "I32": "<i4", "I16": "<i2", "U16": "<u2", "U8": "<u1", "F32": "<f4"}
 ACCEPTED = "int64, int32, int16, uint16 or uint8"
 
@@ -182,6 +183,14 @@ class TokenLoader:
         one = slice(chosen[0], chosen[0] + 1)
         return self.arrays.batch(one if len(chosen) == 1 else np.asarray(chosen))
 
+    def count(self) -> int:
+        """How many micro-batches are left until the last epoch ends."""
+        if self.order is None or self.epochs is None:
+            raise DataError("windows of a corpus, and a loader without a number of epochs, do not end")
+        left = max(self.epochs - self.order.epoch, 0)
+        first = -(-(self.order.count - self.order.position) // self.rows) if left else 0
+        return first + max(left - 1, 0) * -(-self.order.count // self.rows)
+
     def state_dict(self) -> dict[str, Any]:
         return (self.sampler or self.order).state_dict()  # type: ignore[union-attr]
 
@@ -199,7 +208,7 @@ def load_tokens(path: str | os.PathLike[str], *, vocabulary: int | None = None) 
         DataError: a file that cannot be mapped, unknown names, arrays that do not fit each other, ids out of range.
     """
     where = pathlib.Path(path)
-    readers = {".npy": _npy, ".npz": _npz, ".safetensors": _safetensors}
+    readers = dict(zip(SUFFIXES, (_npy, _npz, _safetensors)))
     if where.suffix not in readers:
         raise DataError(f"{path}: a token file is one of {', '.join(readers)}")
     if not where.is_file():

@@ -6,7 +6,15 @@ import torch
 
 
 class StepAbandoned(RuntimeError):
-    """The step was dropped before the optimizer wrote anything; earlier steps stand and the trainer goes on."""
+    """The step was dropped before the optimizer wrote anything; earlier steps stand and the trainer goes on.
+
+    Attributes:
+        past_batch: the batch was at fault, and the one after it comes next.
+    """
+
+    def __init__(self, why: str, *, past_batch: bool = False):
+        super().__init__(why)
+        self.past_batch = past_batch
 
 
 class TrainerPoisoned(RuntimeError):
@@ -20,20 +28,31 @@ class OutOfMemory(Exception):
     """A step that can be computed again in smaller micro-batches."""
 
 
+NO_MEMORY = (  # in the words of PyTorch's CPU and MPS allocators, the CUDA runtime, Triton's launcher and cuBLAS
+    "can't allocate memory",
+    "MPS backend out of memory",
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+DEVICE = ("CUDA error", "Triton Error [CUDA]", "cuDNN error", "HIP error", "MPS backend")
+
+
 def out_of_memory(error: BaseException) -> bool:
     """Whether `error` says that an allocation failed, on any device."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(
-        text in str(error) for text in ("can't allocate memory", "MPS backend out of memory")
-    )
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)
 
 
 def device_failed(error: BaseException) -> bool:
     """Whether `error` is an accelerator's own error, after which none of its memory can be trusted."""
     if out_of_memory(error):
         return False
-    return isinstance(error, torch.AcceleratorError) or (isinstance(error, RuntimeError) and "CUDA error" in str(error))
+    if isinstance(error, torch.AcceleratorError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in DEVICE)
 
 
 def diagnostic(error: BaseException) -> str:

@@ -22,8 +22,10 @@ from safetensors.torch import load_file
 
 from .. import __version__
 from ..adapters import LoraSpec, apply_lora, load_adapter
-from ..data import DataError, Dataset, Example, Loader, StreamLoader, load_examples
+from ..data import DataError, Dataset, Example, Loader, StreamLoader, TokenLoader, load_examples, load_tokens
+from ..data.tokens import SUFFIXES
 from ..models import Decoder, Tokenizer, base_digest, load_model, load_tokenizer
+from ..models.config import DecoderConfig
 from ..models.load import open_source
 from ..optim import Adam
 from .checkpoint import check_base, checkpoints, open_checkpoint
@@ -59,14 +61,13 @@ def prepare(given: Mapping[str, Any], *, resume: bool = False, reporter: Reporte
     digest = base_digest(source.path)
     saved = _latest(output, config, digest) if resume else None
     tokenizer = load_tokenizer(source.path, cache_dir=output / TOKENIZER if resume else None, source=source)
-    context = source.config.max_position_embeddings
-    loader, held_out = _data(config, tokenizer, context, reporter)
+    loader, held_out = _data(config, tokenizer, source.config, reporter)
     record = {
         "format": FORMAT,
         "riftco": __version__,
         "config": config.asdict(),
         "base_digest": digest,
-        "data_digest": base_digest(config.data) if config.stream else _digest(config.data),
+        "data_digest": base_digest(config.data) if config.stream or is_tokens(config.data) else _digest(config.data),
         "result_step": stored["result_step"] if stored else 0,
     }
     if stored and stored["data_digest"] != record["data_digest"]:
@@ -163,12 +164,15 @@ def _latest(output: pathlib.Path, config: FinetuneConfig, digest: str):
 
 
 def _data(
-    config: FinetuneConfig, tokenizer: Tokenizer, context: int, reporter: Reporter
-) -> tuple[Loader | StreamLoader, list[Example]]:
+    config: FinetuneConfig, tokenizer: Tokenizer, of: DecoderConfig, reporter: Reporter
+) -> tuple[Loader | StreamLoader | TokenLoader, list[Example]]:
     """What is trained on, and what is held out."""
+    context = of.max_position_embeddings
     held_out: list[Example] = []
     if config.eval:
         held_out = list(_read(config.eval, tokenizer, config, context, reporter).examples)
+    if is_tokens(config.data):
+        return _tokens(config, _check_length(config, context), of.vocab_size), held_out
     if config.stream:
         _check_length(config, context)
         return _stream(config, tokenizer, context), held_out
@@ -176,6 +180,28 @@ def _data(
     if config.eval_split:
         train, held_out = _split(train, config)
     return _loader(config.data, train, config), held_out
+
+
+def is_tokens(path: str) -> bool:
+    return pathlib.Path(path).suffix in SUFFIXES
+
+
+def _tokens(config: FinetuneConfig, longest: int, vocabulary: int) -> TokenLoader:
+    """A token file's rows, or windows of its corpus of `--max-length` tokens."""
+    if config.stream or config.eval_split:
+        raise ConfigError("--stream and --eval-split are for JSONL; a token file is mapped, hold one out with --eval")
+    arrays = load_tokens(config.data, vocabulary=vocabulary)
+    corpus = arrays.ids.ndim == 1
+    if corpus and config.steps is None:
+        raise ConfigError(f"{config.data} is one corpus, drawn in windows without end; give --steps")
+    if not corpus and arrays.sequence_ids is None and arrays.ids.shape[1] > longest:
+        raise ConfigError(f"{config.data}: rows of {arrays.ids.shape[1]} tokens are longer than the {longest} allowed")
+    epochs = None if config.steps is not None else config.epochs or 1
+    window = min(longest, config.batch_tokens) if corpus else None
+    try:
+        return TokenLoader(arrays, config.batch_tokens, config.seed, context=window, epochs=epochs)
+    except DataError as bad:
+        raise DataError(f"{config.data}: {bad}") from None
 
 
 def _stream(config: FinetuneConfig, tokenizer: Tokenizer, context: int) -> StreamLoader:
@@ -235,12 +261,11 @@ def _longest(examples: list[Example], config: FinetuneConfig) -> int:
     return max(config.batch_tokens, max(len(e) for e in examples))
 
 
-def _schedule(config: FinetuneConfig, loader: Loader | StreamLoader) -> Schedule:
-    if isinstance(loader, StreamLoader):
-        assert config.steps is not None  # FinetuneConfig refuses a stream without
-        steps = config.steps
-    else:
-        steps = config.steps or -(-loader.count() // config.accumulate)
+def _schedule(config: FinetuneConfig, loader: Loader | StreamLoader | TokenLoader) -> Schedule:
+    steps = config.steps
+    if steps is None:
+        assert not isinstance(loader, StreamLoader)  # FinetuneConfig refuses a stream without
+        steps = -(-loader.count() // config.accumulate)
     return Schedule(config.rate, steps, config.schedule, min(config.warmup, steps))
 
 

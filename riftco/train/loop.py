@@ -186,10 +186,11 @@ class Trainer:
                 return plan, loss
             except OutOfMemory:
                 self.halvings += 1
-                self.optimizer.zero_grad(set_to_none=True)
-                set_random_state(random, self.device)
-                if self.device.type == "cuda":
-                    torch.cuda.empty_cache()
+            # out of the except block, whose traceback holds what the failed micro-batch had made
+            self.optimizer.zero_grad(set_to_none=True)
+            set_random_state(random, self.device)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def _micro_batch(self, batch: Batch, plan: RowPlan) -> Tensor:
         """Forward and backward; the micro-batch's share of the step's mean loss."""
@@ -250,7 +251,7 @@ class Trainer:
             )
         why = f"step {self.step + 1} abandoned, {then}: {diagnostic(error)}"
         self.abandoned.append(why)
-        return StepAbandoned(why)
+        return StepAbandoned(why, past_batch=not memory)
 
     def _commit(self, loss: Tensor, data: Mapping[str, Any], random: Mapping[str, Tensor]) -> tuple[float, float]:
         """Clip and Adam, all or nothing. A gradient that is not finite leaves everything as it was."""

@@ -29,12 +29,13 @@ from .evaluate import evaluate
 from .failures import StepAbandoned
 from .interrupt import Interrupt, stop_signals
 from .loop import Trainer
-from .metrics import Evaluation, Progress, TrainingMetric, peak_bytes
+from .metrics import Evaluation, Progress, RunReport, TrainingMetric, peak_bytes
 from .sinks import Jsonl, Sink, TensorBoard, WandB
 
 FORMAT = 1
 RUN, TOKENIZER, CHECKPOINTS, ADAPTER, MODEL = "run.json", "tokenizer", "checkpoints", "adapter", "model"
 FULL_WEIGHTS = "trainable.safetensors"
+BAD_BATCHES = 10  # in a row that end a run
 
 
 class Reporter:
@@ -192,7 +193,7 @@ class Run:
         try:
             self._judge(asked)  # a run may have been stopped before its last step's evaluation
             while trainer.step < trainer.schedule.steps and not asked and not self._exhausted():
-                done = trainer.run(_until(trainer.step, config.save_every, config.eval_every))
+                done = self._steps()
                 self._judge(asked)
                 self._save()
                 if not done.metrics:
@@ -211,6 +212,20 @@ class Run:
                 f"skipped {trainer.source.skipped} bad lines{'; the first: ' if first else ''}{''.join(first)}"
             )
         return tuple(metrics)
+
+    def _steps(self) -> RunReport:
+        """Train until something is due; a batch that cannot be trained on is named and passed over, but not many in a
+        row."""
+        trainer, config = self.trainer, self.config
+        bad, at = 0, trainer.step
+        while True:
+            try:
+                return trainer.run(_until(trainer.step, config.save_every, config.eval_every))
+            except StepAbandoned as error:
+                bad, at = bad + 1 if trainer.step == at else 1, trainer.step
+                if not error.past_batch or bad == BAD_BATCHES:
+                    raise
+                self.reporter.note(str(error))
 
     def _judge(self, asked: Interrupt) -> None:
         """Evaluate where it is due."""

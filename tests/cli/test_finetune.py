@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from cli.conftest import METADATA, VOCABULARY
@@ -344,6 +345,45 @@ def test_examples_longer_than_a_chunk_train_the_same(riftco, model, chat, tmp_pa
     chunked = losses(riftco("finetune", *options, *chunk, "--output", tmp_path / "chunked"))
     for a, b in zip(whole, chunked, strict=True):
         assert b == pytest.approx(a, rel=1e-3)
+
+
+def test_a_bad_line_far_in_a_stream_is_named_and_passed_over(riftco, model, chat, tmp_path):
+    lines = pathlib.Path(chat).read_text().splitlines()
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("\n".join([*lines, "{oops", *lines]) + "\n")
+    options = ("--model", model, "--data", broken, "--stream", *SMALL, "--steps", 12, "--log-json")
+    done = riftco("finetune", *options, "--output", tmp_path / "run")
+    assert [s for s, _, _ in losses(done)] == list(range(1, 13))
+    assert f"the batch after it comes next: DataError: {broken}:11: not valid JSON" in done.stdout
+    broken.write_text("\n".join([*lines, *["{oops"] * 20, *lines]) + "\n")
+    failed = riftco("finetune", *options, "--output", tmp_path / "many", code=1)
+    assert f"{broken}:20: not valid JSON" in failed.stderr
+
+
+def test_token_files_train_and_resume(riftco, model, tmp_path):
+    ids = np.random.default_rng(0).integers(0, VOCABULARY, (10, 24))
+    rows, corpus = tmp_path / "rows.npz", tmp_path / "corpus.npy"
+    np.savez(rows, ids=ids, labels=np.where(ids % 3 == 0, ids, -1), weights=np.full(ids.shape, 0.5, np.float32))
+    np.save(corpus, ids.reshape(-1).astype(np.uint16))
+    plan = ("--schedule", "constant", "--warmup", 0, "--log-json")
+    for data in (rows, corpus):
+        options = ("--model", model, "--data", data, *SMALL, "--max-length", 30, *plan)
+        whole = losses(riftco("finetune", *options, "--output", tmp_path / f"{data.stem}-whole"))
+        first = losses(riftco("finetune", *options, "--output", tmp_path / data.stem, "--steps", 3))
+        rest = riftco("finetune", "--resume", "--output", tmp_path / data.stem, "--steps", 6, "--log-json")
+        assert first + losses(rest) == whole
+    few = ("--model", model, "--batch-tokens", 48, "--device", "cpu", "--log-json")
+    epoch = losses(riftco("finetune", *few, "--data", rows, "--output", tmp_path / "epoch", "--epochs", 2))
+    assert len(epoch) == 10
+    for options, why in (
+        (("--data", corpus), "drawn in windows without end; give --steps"),
+        (("--data", rows, "--eval-split", 0.5), "hold one out with --eval"),
+        (("--data", rows, "--max-length", 20), "rows of 24 tokens are longer than the 20 allowed"),
+        (("--data", rows, "--batch-tokens", 8), "a row of 24 tokens does not fit a micro-batch of 8"),
+    ):
+        assert why in refused(riftco, tmp_path / "x", *few, *options)
+    np.save(corpus, np.array([VOCABULARY, 1, 2]))
+    assert f"ids holds {VOCABULARY}" in refused(riftco, tmp_path / "x", *few, "--data", corpus, "--steps", 1)
 
 
 def test_memory_that_runs_out_halves_the_micro_batch(riftco, model, chat, tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from riftco.models.rotary import Rope
 from riftco.optim import Adam
 from riftco.train import DutyCycle, Schedule, StepAbandoned, Trainer, TrainerPoisoned
 from riftco.train.checkpoint import open_checkpoint, save_checkpoint
+from riftco.train.failures import device_failed, out_of_memory
 from riftco.train.loop import MOST_STEPS
 
 
@@ -202,6 +203,29 @@ def test_a_head_that_the_sliced_loss_cannot_take_abandons_before_any_compute():
     assert not reached
     model.lm_head = head
     assert made.run(1).metrics[0].step == 1
+
+
+WORDS = {
+    "CUDA out of memory. Tried to allocate 2.00 GiB": "memory",
+    "CUDA error: out of memory": "memory",
+    "Triton Error [CUDA]: out of memory": "memory",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`": "memory",
+    "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory": "memory",
+    "MPS backend out of memory (MPS allocated: 1 GB)": "memory",
+    "CUDA error: an illegal memory access was encountered": "device",
+    "CUDA error: unspecified launch failure": "device",
+    "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`": "device",
+    "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED": "device",
+    "Triton Error [CUDA]: misaligned address": "device",
+    "The size of tensor a (3) must match the size of tensor b (4)": "data",
+}
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_errors_are_told_apart_by_what_libraries_say(words):
+    error = RuntimeError(words)
+    told = "memory" if out_of_memory(error) else "device" if device_failed(error) else "data"
+    assert told == WORDS[words]
 
 
 # --- smaller micro-batches --------------------------------------------------------------------------------------------
