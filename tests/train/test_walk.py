@@ -38,12 +38,12 @@ def row(length, seed=0, unlabelled=()):
 
 
 def filled(model, kind, slots=1, slot=0, page_size=None):
-    cache = Cache.allocate(LAYERS, slots, WINDOW, K, D, dtype=kind, page_size=page_size)
+    cache = Cache.allocate(LAYERS, slots, WINDOW, K, D, dtype=kind, page_size=page_size, device=model.device)
     for layer in cache.layers:
         for t in (layer.k, layer.v, layer.k_scale, layer.v_scale):
             if t is not None:
                 t.zero_()
-    read(model, row(PREFIX, seed=9)[0], cache, slot=slot, chunk=8)
+    read(model, row(PREFIX, seed=9)[0].to(model.device), cache, slot=slot, chunk=8)
     return cache
 
 
