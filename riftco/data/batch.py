@@ -64,8 +64,8 @@ class Batch:
 
     @functools.cached_property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """(start, end) of each run of labelled rows. For a batch on the CPU."""
-        edges = np.flatnonzero(np.diff(self.target.numpy() >= 0, prepend=False, append=False))
+        """(start, end) of each run of labelled rows."""
+        edges = np.flatnonzero(np.diff(self.target.cpu().numpy() >= 0, prepend=False, append=False))
         return tuple((int(a), int(b)) for a, b in edges.reshape(-1, 2))
 
     def to(self, device: torch.device | str) -> Batch:
