@@ -42,8 +42,8 @@ def recorded() -> Iterator[list[tuple[JITFunction, dict, dict]]]:
         JITFunction.run = real
 
 
-def build(kernel: JITFunction, arguments: dict, options: dict, capability: int) -> tuple[int, int]:
-    """(shared memory, spilled bytes), specialised as the launch itself would be."""
+def compiled(kernel: JITFunction, arguments: dict, options: dict, capability: int):
+    """Triton's compiled kernel, specialised as the launch itself would be."""
     signature, constants, attributes = {}, {}, {}
     for at, p in enumerate(kernel.params):
         value = arguments[p.name]
@@ -52,7 +52,8 @@ def build(kernel: JITFunction, arguments: dict, options: dict, capability: int) 
             signature[p.name], constants[p.name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[p.name] = "*" + TYPES[value.dtype]
-            attributes[(at,)] = [["tt.divisibility", 16]]
+            if value.data_ptr() % 16 == 0:
+                attributes[(at,)] = [["tt.divisibility", 16]]
         elif isinstance(value, float):
             signature[p.name] = "fp32"
         else:
@@ -60,15 +61,24 @@ def build(kernel: JITFunction, arguments: dict, options: dict, capability: int) 
             if value % 16 == 0 and specialised:
                 attributes[(at,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
-    done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def spilled_bytes(ptx: str, capability: int) -> int:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(done.asm["ptx"])
+        file.write(ptx)
         file.flush()
         ptxas = f"{triton.__path__[0]}/backends/nvidia/bin/ptxas"
         arch = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
         command = [ptxas, "-v", f"-arch={arch}", file.name, "-o", file.name + ".o"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return done.metadata.shared, sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", said))
+    return sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", said))
+
+
+def build(kernel: JITFunction, arguments: dict, options: dict, capability: int) -> tuple[int, int]:
+    """(shared memory, spilled bytes)."""
+    done = compiled(kernel, arguments, options, capability)
+    return done.metadata.shared, spilled_bytes(done.asm["ptx"], capability)
 
 
 def attention(dtype: torch.dtype, D: int, DV: int, variant: str, room: int) -> None:

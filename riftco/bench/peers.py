@@ -6,12 +6,14 @@ import importlib.util
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from riftco.kernels._cases import Case
+from riftco.kernels.nf4.spec import dequantize
 
 Call = Callable[[dict[str, Tensor], Case], dict[str, Tensor]]
 
@@ -21,7 +23,7 @@ class Peer:
     """`make(cases)` returns a function like the room's cases.call; it may return fewer outputs.
 
     needs: modules that must be importable. options: the case's options that it honours, None for all.
-    overwrites: it writes over its inputs, so it gets its own.
+    dims: the case's dimensions that it knows, None for all. overwrites: it writes over its inputs, so it gets its own.
     """
 
     name: str
@@ -29,6 +31,7 @@ class Peer:
     needs: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu", "cuda")
     options: tuple[str, ...] | None = None
+    dims: str | None = None
     overwrites: bool = False
 
     def missing(self, device: str, case: Case) -> str:
@@ -36,6 +39,7 @@ class Peer:
         if device not in self.devices:
             return f"runs on {', '.join(self.devices)} only"
         unknown = [] if self.options is None else [o for o in case.options if o not in self.options]
+        unknown += [] if self.dims is None else [d for d in case.shape if d not in self.dims]
         if unknown:
             return f"has no {', '.join(unknown)}"
         absent = [m for m in self.needs if not _importable(m)]
@@ -91,10 +95,32 @@ def _head(inputs: dict[str, Tensor]) -> Tensor:
     return inputs["weight"] if "weight" in inputs else inputs["frozen_weight"]
 
 
+def _decoded_head(inputs: dict[str, Tensor], case: Case) -> Tensor:
+    """The head's weight, decoded where it is NF4."""
+    if "codes" not in inputs:
+        return _head(inputs)
+    V, C = case.shape["V"], case.shape["C"]
+    return dequantize(inputs["codes"], inputs["absmax"], V * C, 64, inputs["x"].dtype).view(V, C)
+
+
 def _lce_torch(cases) -> Call:
     def call(inputs, case):
-        logits = F.linear(inputs["x"].flatten(0, -2), _head(inputs))
+        x = inputs["x"].flatten(0, -2)
+        logits = F.linear(x, _decoded_head(inputs, case))
+        if "lora_a" in inputs:
+            a, b = (inputs[n].to(x.dtype) for n in ("lora_a", "lora_b"))
+            logits = logits + cases.LORA_SCALE * F.linear(F.linear(x, a), b)
         return {"loss": F.cross_entropy(logits.float(), _ce_target(inputs, case).flatten())}
+
+    return call
+
+
+def _lce_quack(cases) -> Call:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    def call(inputs, case):
+        target = _ce_target(inputs, case).flatten()
+        return {"loss": chunked_linear_cross_entropy(inputs["x"].flatten(0, -2), _head(inputs), target)}
 
     return call
 
@@ -105,7 +131,7 @@ def _lce_chunked(cases) -> Call:
     def call(inputs, case):
         target = _ce_target(inputs, case).flatten()
         x = inputs["x"].flatten(0, -2)
-        return {"loss": F.linear_cross_entropy(x, _head(inputs), target, options=options)}
+        return {"loss": F.linear_cross_entropy(x, _decoded_head(inputs, case), target, options=options)}
 
     return call
 
@@ -247,15 +273,19 @@ def _swiglu_liger(cases) -> Call:
     return call
 
 
-def _torch_and_compile(make: Callable[..., Call], options: tuple[str, ...] | None = None) -> tuple[Peer, ...]:
+def _torch_and_compile(
+    make: Callable[..., Call], options: tuple[str, ...] | None = None, dims: str | None = None
+) -> tuple[Peer, ...]:
     def compiled(cases) -> Call:
         torch.compiler.reset()  # past eight compilations of one function torch runs it eagerly, and says so in a log
         return torch.compile(make(cases), dynamic=False)
 
-    return Peer("torch eager", make, options=options), Peer("torch.compile", compiled, options=options)
+    how: dict[str, Any] = dict(options=options, dims=dims)
+    return Peer("torch eager", make, **how), Peer("torch.compile", compiled, **how)
 
 
 GPU = ("cuda",)
+CHUNKED = ("torch.nn.modules.linear_cross_entropy_options",)
 PEERS: dict[str, tuple[Peer, ...]] = {
     "cross_entropy": (
         *_torch_and_compile(_ce_torch, ("reduction",)),
@@ -263,11 +293,12 @@ PEERS: dict[str, tuple[Peer, ...]] = {
         Peer("quack", _ce_quack, ("quack",), GPU, ()),
     ),
     "linear_cross_entropy": (
-        *_torch_and_compile(_lce_torch, ("frozen",)),
-        Peer("torch chunked", _lce_chunked, ("torch.nn.modules.linear_cross_entropy_options",), options=("frozen",)),
-        Peer("Liger", _lce_liger, ("liger_kernel",), GPU, ("frozen",)),
-        Peer("CCE", _lce_cce("cce"), ("cut_cross_entropy",), GPU, ("frozen",)),
-        Peer("CCE exact", _lce_cce("cce_exact"), ("cut_cross_entropy",), GPU, ("frozen",)),
+        *_torch_and_compile(_lce_torch, ("frozen", "nf4"), "BTCVR"),
+        Peer("torch chunked", _lce_chunked, CHUNKED, options=("frozen", "nf4"), dims="BTCV"),
+        Peer("Liger", _lce_liger, ("liger_kernel",), GPU, ("frozen",), "BTCV"),
+        Peer("CCE", _lce_cce("cce"), ("cut_cross_entropy",), GPU, ("frozen",), "BTCV"),
+        Peer("CCE exact", _lce_cce("cce_exact"), ("cut_cross_entropy",), GPU, ("frozen",), "BTCV"),
+        Peer("quack chunked", _lce_quack, ("quack",), GPU, ("frozen",), "BTCV"),
     ),
     "rms_norm": (
         *_torch_and_compile(_norm_torch, ("eps", "offset", "weightless")),

@@ -1,9 +1,11 @@
-"""Bar charts from a bench CSV: one figure an op, peers side by side under the measured roof of the machine."""
+"""Figures from a bench CSV, one or two an op: bars of peers side by side under the measured roof of the machine, and
+memory beside time for cases that are run at several budgets."""
 
 from __future__ import annotations
 
 import csv
 import pathlib
+import re
 
 ROOFS = {"tflop_s": ("TFLOP/s", "roof_matmul_tflop_s", "matmul"), "gb_s": ("GB/s", "roof_copy_gb_s", "copy")}
 
@@ -11,6 +13,9 @@ ROOFS = {"tflop_s": ("TFLOP/s", "roof_matmul_tflop_s", "matmul"), "gb_s": ("GB/s
 def read(path: pathlib.Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+BUDGET = re.compile(r"(?P<case>.*), (?P<mib>\d+) MiB")  # how a case's name ends that is one of several budgets
 
 
 def unit_of(rows: list[dict[str, str]]) -> str:
@@ -30,7 +35,7 @@ def plot(path: str | pathlib.Path) -> list[pathlib.Path]:
     from matplotlib import pyplot
 
     path = pathlib.Path(path)
-    timed = [r for r in read(path) if r["tflop_s"]]
+    timed = [r for r in read(path) if r["tflop_s"] and not BUDGET.fullmatch(r["case"])]
     images = []
     for op in dict.fromkeys(r["op"] for r in timed):
         rows = [r for r in timed if r["op"] == op]
@@ -70,3 +75,56 @@ def plot(path: str | pathlib.Path) -> list[pathlib.Path]:
         pyplot.close(figure)
         images.append(image)
     return images
+
+
+def plot_memory(path: str | pathlib.Path) -> list[pathlib.Path]:
+    """Draw peak memory beyond the gradients against time for every op that has cases at several budgets: one panel a
+    case, riftco's budgets joined by a line, each peer a point. Returns the PNG files, written beside the CSV."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    path = pathlib.Path(path)
+    timed = [r for r in read(path) if r["median_ms"] and r["pass"] != "forward" and r.get("grad_bytes")]
+    images = []
+    for op in dict.fromkeys(r["op"] for r in timed if BUDGET.fullmatch(r["case"])):
+        rows = [(BUDGET.fullmatch(r["case"]), r) for r in timed if r["op"] == op]
+        names = list(dict.fromkeys(m["case"] for m, _ in rows if m))
+        wide = min(3, len(names))
+        high = -(-len(names) // wide)
+        figure, axes = pyplot.subplots(high, wide, figsize=(4.2 * wide, 3.2 * high), squeeze=False)
+        for spare in axes.flat[len(names) :]:
+            spare.set_visible(False)
+        for panel, name in zip(axes.flat, names):
+            mine = sorted(((int(m["mib"]), r) for m, r in rows if m and m["case"] == name), key=lambda pair: pair[0])
+            at = [(_extra_mib(r), float(r["median_ms"])) for _, r in mine]
+            panel.plot(*zip(*at), "o-", label="riftco")
+            for (mib, _), point in zip(mine, at):
+                panel.annotate(f"{mib}", point, xytext=(3, 4), textcoords="offset points", fontsize=7)
+            for r in (r for m, r in rows if not m and r["case"] == name and r["peer"] != "riftco"):
+                panel.plot(_extra_mib(r), float(r["median_ms"]), "s", label=r["peer"])
+            panel.set_xscale("log")
+            panel.set_ylim(bottom=0)
+            panel.set_title(f"{name}\n{mine[0][1]['shape']}", fontsize=8)
+            panel.set_xlabel("peak MiB beyond the gradients", fontsize=7)
+            panel.set_ylabel("ms, forward + backward", fontsize=7)
+            panel.tick_params(labelsize=7)
+            panel.legend(fontsize=6)
+            panel.spines[["top", "right"]].set_visible(False)
+        first = rows[0][1]
+        figure.suptitle(
+            f"{op}, {first['dtype']}, {first['machine']}, {first['date']}, commit {first['commit']}, "
+            f"torch {first['torch']}; numbers: budgets in MiB",
+            fontsize=8,
+        )
+        figure.tight_layout()
+        image = path.with_name(f"{path.stem}-{op}-memory.png")
+        figure.savefig(image, dpi=150)
+        pyplot.close(figure)
+        images.append(image)
+    return images
+
+
+def _extra_mib(row: dict[str, str]) -> float:
+    return max(int(row["peak_bytes"]) - int(row["grad_bytes"]), 1 << 16) / 2**20  # more than 0, for the logarithm

@@ -35,10 +35,11 @@ PEER_SLACK = {torch.float32: 1000.0, torch.float16: 10.0, torch.bfloat16: 4.0}
 # what the spec in float64 may cost on the rows on which a case is checked
 CHECK_FLOPS = {"cpu": 5e8, "cuda": 2e11}
 CHECK_BYTES = {"cpu": 1e8, "cuda": 2e9}
+PASSES = ("forward", "backward", "forward+backward")
 ROW_DIMS = ("B", "T", "S", "M")
 COLUMNS = (
     "op", "case", "shape", "dtype", "device", "pass", "peer", "status", "why", "median_ms", "p10_ms", "p90_ms",
-    "launches", "eager_ms", "tflop_s", "gb_s", "peak_bytes", "max_error", "roof_copy_gb_s",
+    "launches", "eager_ms", "tflop_s", "gb_s", "peak_bytes", "grad_bytes", "max_error", "roof_copy_gb_s",
     "roof_matmul_tflop_s", "machine", "date", "commit", "torch", "triton", "threads",
 )  # fmt: skip
 
@@ -126,7 +127,7 @@ class Truth:
     def _run(self, call: Callable, dtype: torch.dtype) -> dict[str, Tensor]:
         inputs = _check.to(self.inputs, dtype, self.device)
         trained = getattr(self.cases, "TRAINED", None)  # peers' other outputs have no gradient
-        return _check.outputs_and_grads(call, self.cases, self.case, inputs, trained)
+        return _check.outputs_and_grads(call, self.cases, self.case, inputs, trained, self.device)
 
     def error_of(self, call: Callable, slack: float = 1.0) -> float:
         """The largest error of a call over the largest value; it may leave outputs out. Raises OutOfBudget."""
@@ -209,8 +210,11 @@ def passes_of(cases, call: Callable, case: Case, inputs: dict[str, Tensor]) -> d
     return {"forward": forward, **alone, "forward+backward": lambda: gradients(run())}
 
 
-def bench_case(cases, case: Case, peers: tuple[Peer, ...], dtype: torch.dtype, target: Target, seconds: float):
-    """Rows (dicts without the columns of the machine) of one case."""
+def bench_case(
+    cases, case: Case, peers: tuple[Peer, ...], dtype: torch.dtype, target: Target, seconds: float,
+    only: list[str] | None = None,
+):  # fmt: skip
+    """Rows (dicts without the columns of the machine) of one case, of the passes named in `only`, by default all."""
     device = target.torch_device
     found = list(entries(cases, case, peers, dtype, target))
     ready = [e for e in found if e.status == "ok"]
@@ -220,10 +224,12 @@ def bench_case(cases, case: Case, peers: tuple[Peer, ...], dtype: torch.dtype, t
         return {k: v.requires_grad_() if k in cases.GRADS else v for k, v in made.items()}
 
     shared = fresh()
+    grad_bytes = sum(shared[k].nbytes for k in _check.leaves_of(cases, shared))
     calls = {e.name: passes_of(cases, e.call, case, fresh() if e.overwrites else shared) for e in ready if e.call}
     red = found[0].status != "ok"
     passes = list(next(iter(calls.values()), {"forward": None}))
-    for which in passes[-1:] if red else passes:
+    wanted = [p for p in passes if only is None or p in only]
+    for which in wanted[-1:] if red else wanted:
         runnable: dict[str, Callable[[], object]] = {}
         peaks: dict[str, int] = {}
         broken: dict[str, str] = {}
@@ -249,6 +255,7 @@ def bench_case(cases, case: Case, peers: tuple[Peer, ...], dtype: torch.dtype, t
                 row.update(status="failed", why=broken[e.name])
             elif e.name in runnable:
                 row["peak_bytes"] = peaks[e.name]
+                row["grad_bytes"] = 0 if which == "forward" else grad_bytes
                 row.update(_times(e.name, eager, times))
                 row.update(_rates(cases, case, dtype, which, which == passes[-1], row.get("median_ms")))
                 if red:
@@ -313,7 +320,7 @@ def bench(ops, target: Target, dtype: torch.dtype, options, write: Callable[[dic
             write({**common, "op": op, "peer": "riftco", "status": "red", "why": "; ".join(failures)})
             continue
         peers = tuple(p for p in peers_of(op) if options.peers is None or p.name in options.peers)
-        for full in cases.CASES if options.cases == "tests" else cases.BENCH:
+        for full in selected(cases, options):
             case = scaled(cases, full, options.scale)
             shape = " ".join(f"{k}{v}" for k, v in case.shape.items())
             print(f"{op}: {case.name}, {shape}, {common['dtype']}")
@@ -325,12 +332,19 @@ def bench(ops, target: Target, dtype: torch.dtype, options, write: Callable[[dic
                 write({**common, **named, "peer": "riftco", "status": "skipped", "why": why})
                 continue
             wrong = False
-            for row in bench_case(cases, case, peers, dtype, target, options.seconds):
+            for row in bench_case(cases, case, peers, dtype, target, options.seconds, options.passes):
                 wrong |= row["peer"] == "riftco" and row["status"] != "ok"
                 print(show(row), flush=True)
                 write({**common, **named, **row})
             red += wrong
     return red
+
+
+def selected(cases, options) -> list[Case]:
+    """The cases asked for."""
+    every = cases.CASES if options.cases == "tests" else cases.BENCH
+    named = [c for c in every if options.only is None or any(o in c.name for o in options.only)]
+    return [c for c in named if not any(o in c.name for o in options.without)]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -341,6 +355,9 @@ def parser() -> argparse.ArgumentParser:
         "--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16 on cuda, else float32"
     )
     p.add_argument("--cases", choices=["bench", "tests"], default="bench", help="which of the room's cases")
+    p.add_argument("--only", nargs="*", help="only cases whose name holds one of these")
+    p.add_argument("--without", nargs="*", default=[], help="no case whose name holds one of these")
+    p.add_argument("--passes", nargs="*", choices=PASSES, help="only these passes")
     p.add_argument("--scale", type=int, help="divide the rows of each case; default 1 on cuda, else 32")
     p.add_argument("--peers", nargs="*", help="only these peers")
     p.add_argument("--seconds", type=float, default=2.0, help="about how long one case and pass is timed")
@@ -382,9 +399,9 @@ def main(argv: list[str] | None = None, folder: str | pathlib.Path = "bench-resu
         red = bench(options.ops or ROOMS, target, dtype, options, write)
     print(f"written to {out}")
     if options.plot:
-        from .plot import plot
+        from .plot import plot, plot_memory
 
-        for image in plot(out):
+        for image in (*plot(out), *plot_memory(out)):
             print(f"written to {image}")
     return 1 if red else 0
 

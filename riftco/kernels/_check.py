@@ -36,11 +36,12 @@ def leaves_of(cases, inputs: dict[str, Tensor]) -> list[str]:
 
 
 def outputs_and_grads(
-    fn: Callable, cases, case: Case, inputs: dict[str, Tensor], trained: Container[str] | None = None
-) -> dict[str, Tensor]:
+    fn: Callable, cases, case: Case, inputs: dict[str, Tensor], trained: Container[str] | None = None,
+    device: str = "cpu",
+) -> dict[str, Tensor]:  # fmt: skip
     """All outputs of `fn(inputs, case)` and d_<name> for the room's GRADS, with one seeded upstream gradient each.
 
-    Gradients come through the outputs named in `trained`, by default all that have one.
+    Gradients come through the outputs named in `trained`, by default all that have one. The results lie on `device`.
     """
     wanted = leaves_of(cases, inputs)
     leaves = {k: v.requires_grad_() if k in wanted else v for k, v in inputs.items()}
@@ -54,7 +55,7 @@ def outputs_and_grads(
         )
         grads = torch.autograd.grad(loss, [leaves[k] for k in wanted])
         out = {**out, **{f"d_{k}": g for k, g in zip(wanted, grads)}}
-    return {k: v.detach().cpu() for k, v in out.items()}
+    return {k: v.detach().to(device) for k, v in out.items()}
 
 
 def loss_on(device: str) -> float:

@@ -111,6 +111,55 @@ def test_too_large_cases_are_named(bench):
     assert [r["status"] for r in rows] == ["skipped", "skipped"] and "above the limits" in text
 
 
+def test_cases_and_passes_by_name(bench):
+    assert {r["case"] for r in bench("--device", "cpu", "--peers", "--only", "off", "nothing")[1]} == {"offset"}
+    rows = bench("--device", "cpu", "--peers", "--without", "off", "--passes", "forward+backward")[1]
+    assert [(r["case"], r["pass"]) for r in rows] == [("tiny", "forward+backward")]
+    assert int(rows[0]["peak_bytes"]) > int(rows[0]["grad_bytes"]) == 2 * 16 * 64 * 4 + 64 * 4
+
+
+@pytest.mark.parametrize("op", ["cross_entropy", "linear_cross_entropy"])
+def test_every_benched_loss_is_right_at_a_tiny_size(op):
+    """riftco and plain torch, with the case's own options, and budgets small enough for several slices."""
+    cases = run.cases_of(op)
+    eager = next(p for p in peers.peers_of(op) if p.name == "torch eager")
+    seen = set()
+    for case in cases.BENCH:
+        tiny = dict(B=1, T=24, C=64, V=96, R=4)
+        options = {k: 4096 if k == "slice_bytes" else v for k, v in case.options.items()}
+        small = Case(case.name, {k: tiny[k] for k in case.shape}, options)
+        if (key := str((small.shape, options))) in seen:
+            continue
+        seen.add(key)
+        for dtype in (torch.float32, torch.bfloat16):
+            truth = run.Truth(cases, small, dtype, "cpu")
+            assert truth.error_of(cases.call) < 0.05
+            if not eager.missing("cpu", small):
+                truth.error_of(eager.make(cases), run.PEER_SLACK[dtype])
+    assert len(seen) == {"cross_entropy": 1, "linear_cross_entropy": 9}[op]
+
+
+def test_memory_beside_time(tmp_path):
+    """Budgets of a case are one line; peers of the case itself are points; the bars leave budgets out."""
+    rows = []
+    for case, peer, ms, peak in [
+        ("head", "riftco", 3, 260), ("head", "Liger", 5, 63), ("head, 64 MiB", "riftco", 4, 64),
+        ("head, 256 MiB", "riftco", 3, 256), ("other, 64 MiB", "riftco", 2, 60),
+    ]:  # fmt: skip
+        row = dict.fromkeys(run.COLUMNS, "1") | {"op": "o", "case": case, "peer": peer, "pass": "forward+backward"}
+        rows.append(row | {"median_ms": ms, "p10_ms": ms, "p90_ms": ms, "tflop_s": 1 / ms, "gb_s": 1 / ms})
+        rows[-1] |= {"peak_bytes": (peak + 10) << 20, "grad_bytes": 10 << 20}
+        rows.append(rows[-1] | {"pass": "forward", "peak_bytes": 0})
+    path = tmp_path / "x.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, run.COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    assert plot._extra_mib({k: str(v) for k, v in rows[0].items()}) == 260
+    assert [p.name for p in plot.plot_memory(path)] == ["x-o-memory.png"]
+    assert [p.name for p in plot.plot(path)] == ["x-o.png"]
+
+
 def test_unknown_op(capsys):
     with pytest.raises(SystemExit):
         run.main(["no_such_op"])

@@ -44,17 +44,32 @@ CASES = (
     Case("top-k, softcap, none", dict(B=2, T=8, C=16, V=35, k=4), dict(softcap=4.0, weighted=True, reduction="none")),
     Case("one class left", dict(B=2, T=5, C=8, V=12), dict(slice_bytes=700, z_loss=0.1)),
 )
-BENCH = (
-    Case("SmolLM2", dict(B=1, T=8192, C=576, V=49152)),
-    Case("SmolLM2 frozen", dict(B=1, T=8192, C=576, V=49152), dict(frozen=True)),
-    Case("Llama 3 1B", dict(B=2, T=8192, C=2048, V=128256)),
-    Case("Llama 3 8B", dict(B=1, T=8192, C=4096, V=128256)),
-    Case("Llama 3 8B frozen", dict(B=1, T=8192, C=4096, V=128256), dict(frozen=True)),
-    Case("Llama 3 8B, bfloat16 dW", dict(B=1, T=8192, C=4096, V=128256), dict(narrow_sum=True)),
-    Case("Gemma 2 2B, bfloat16 dW", dict(B=1, T=8192, C=2304, V=256000), dict(narrow_sum=True)),
-    Case("Gemma 2 2B", dict(B=1, T=8192, C=2304, V=256000)),
-    Case("Gemma 2 2B frozen", dict(B=1, T=8192, C=2304, V=256000), dict(frozen=True)),
+SMOLLM2, LLAMA_1B = dict(B=1, T=8192, C=576, V=49152), dict(B=2, T=8192, C=2048, V=128256)
+LLAMA_8B, GEMMA_2B = dict(B=1, T=8192, C=4096, V=128256), dict(B=1, T=8192, C=2304, V=256000)
+FROZEN, NARROW = dict(frozen=True), dict(narrow_sum=True)
+HEADS = (
+    Case("Llama 3 8B", LLAMA_8B),
+    Case("Llama 3 8B frozen", LLAMA_8B, FROZEN),
+    Case("Gemma 2 2B", GEMMA_2B),
+    Case("Gemma 2 2B frozen", GEMMA_2B, FROZEN),
+    Case("Llama 3 1B", LLAMA_1B),
+    Case("SmolLM2 frozen", SMOLLM2, FROZEN),
+    Case("Llama 3 8B, bfloat16 dW", LLAMA_8B, NARROW),
+    Case("Gemma 2 2B, bfloat16 dW", GEMMA_2B, NARROW),
+    Case("Llama 3 1B, bfloat16 dW", LLAMA_1B, NARROW),
 )
+BENCH = (
+    *HEADS,
+    Case("Llama 3 8B frozen, LoRA 16", {**LLAMA_8B, "R": 16}, FROZEN),
+    Case("Llama 3 8B NF4", LLAMA_8B, dict(nf4=True)),
+    Case("Llama 3 8B NF4, LoRA 16", {**LLAMA_8B, "R": 16}, dict(nf4=True)),
+    *(
+        Case(f"{head.name}, {mib} MiB", head.shape, {**head.options, "slice_bytes": mib << 20})
+        for head in HEADS
+        for mib in (64, 128, 256, 512, 1024)
+    ),
+)
+LORA_SCALE = 0.75
 INPUT_OPTIONS = ("weighted", "bias", "int32", "frozen", "nf4", "class_weighted", "together", "narrow_sum")
 
 
@@ -113,7 +128,7 @@ def call(inputs: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
     options = {k: v for k, v in case.options.items() if k not in INPUT_OPTIONS}
     if case.options.get("narrow_sum"):
         options["accum_dtype"] = inputs["x"].dtype
-    lora = (inputs["lora_a"], inputs["lora_b"], 0.75) if "lora_a" in inputs else None
+    lora = (inputs["lora_a"], inputs["lora_b"], LORA_SCALE) if "lora_a" in inputs else None
     loss, lse, *metrics = linear_cross_entropy(
         inputs["x"], _weight(inputs, case), inputs["target"], inputs.get("bias"), row_weight=inputs.get("row_weight"),
         class_weight=inputs.get("class_weight"), topk=inputs.get("topk"), lora=lora, return_lse=True, **options,
@@ -133,7 +148,7 @@ def reference(inputs: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
     p = Problem(
         inputs["x"], weight.codes if nf4 else weight, weight.scale if nf4 else None, target, inputs.get("bias"),
         row_weight, inputs.get("class_weight"), inputs.get("topk"), inputs.get("lora_a"), inputs.get("lora_b"),
-        case.shape["V"], weight.block_size if nf4 else 0, 0.75, ignore_index, o.get("label_smoothing", 0.0),
+        case.shape["V"], weight.block_size if nf4 else 0, LORA_SCALE, ignore_index, o.get("label_smoothing", 0.0),
         o.get("z_loss", 0.0), o.get("softcap", 0.0), o.get("logit_scale", 1.0), bool(o.get("return_metrics")), 1, None,
     )  # fmt: skip
     loss, lse, log_prob, entropy, _ = spec.forward(*p)

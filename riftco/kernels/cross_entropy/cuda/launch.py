@@ -41,9 +41,9 @@ def _rows(logits, row_weight, class_weight, options: tuple, metrics: bool = Fals
         "HAS_ROW_WEIGHT": row_weight is not None, "CLASS": class_weight is not None, "SMOOTH": label_smoothing > 0,
         "SOFTCAP": softcap > 0,
     }  # fmt: skip
-    plain = not (metrics or flags["SMOOTH"] or flags["SOFTCAP"])
-    chosen = plan(V, x.dtype.itemsize, stride == 1, plain)
-    wide = (V + chosen.T * chosen.E) * stride > LARGEST_INT
+    aligned = stride == 1 and all(n % 16 == 0 for n in (V, outer, step, x.data_ptr()))  # what Triton sees of integers
+    chosen = plan(V, x.dtype.itemsize, aligned, metrics, not (flags["SMOOTH"] or flags["SOFTCAP"]))
+    wide = (V + chosen.R * chosen.T * chosen.E) * stride > LARGEST_INT
     weight_sum = None if class_weight is None else class_weight.sum()
     row_weight = None if row_weight is None else row_weight.contiguous()
     return _Rows(x, (inner, outer, step, stride), row_weight, class_weight, weight_sum, numbers, flags, chosen, wide)
@@ -76,7 +76,7 @@ def _forward(logits, target, row_weight, class_weight, d_loss, g: Tensor | None,
                 rows.x, g, target.contiguous(), rows.row_weight, rows.class_weight, rows.weight_sum, up,
                 *out, *[None] * (6 - len(out)), inner, *x_strides, *g_strides, stride_up, V, *rows.numbers,
                 GRAD=g is not None, HAS_UP=up is not None, **rows.flags, METRICS=metrics, WIDE=rows.wide,
-                OPAQUE=logits.is_cuda, KEEP=rows.plan.keep if g is not None else 0,
+                OPAQUE=logits.is_cuda and rows.x.element_size() == 2, KEEP=rows.plan.keep,
                 R=rows.plan.R, T=rows.plan.T, E=rows.plan.E, num_warps=rows.plan.warps,
             )  # fmt: skip
     return tuple(out) if metrics else (*out, *no_metrics(logits))

@@ -87,7 +87,7 @@ def statistics(
     """
     m, s, h, q, best, at = state
     u = score(x, cap, slope, SOFTCAP)
-    if TAIL:
+    if TAIL and SOFTCAP:  # elements behind the row were loaded as -inf, which a softcap makes finite
         u = tl.where(v < V, u, -float("inf"))
     new = tl.minimum(tl.maximum(m, tl.max(tl.max(u, 2), 1)), LARGEST)
     d = u - new[:, None, None]

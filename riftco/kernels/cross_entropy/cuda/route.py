@@ -6,7 +6,7 @@ KEEP_FROM = 65536  # classes from which a second walk finds too little of the ro
 
 
 class Plan(NamedTuple):
-    """Tiles [T, R, E] of rows.py, and how many repeats stay in registers between the two walks."""
+    """Tiles [T, R, E] of rows.py, and how many of them at the row's end stay in registers between the two walks."""
 
     warps: int
     R: int
@@ -22,12 +22,20 @@ class Plan(NamedTuple):
 WARPS = ((256, 1), (2048, 2), (8192, 4), (16384, 8), (40000, 16))
 
 
-def plan(V: int, itemsize: int, unit_stride: bool, plain: bool) -> Plan:
-    """V classes of `itemsize` bytes; unit_stride: they lie side by side; plain: no option but row weights and z_loss.
+def plan(V: int, itemsize: int, aligned: bool, metrics: bool, plain: bool) -> Plan:
+    """V classes of `itemsize` bytes; aligned: rows can be read 16 bytes at a time; plain: no option but weights and
+    z_loss.
 
-    32K elements of a long row stay in registers where nothing else needs those: the first walk then leaves less to L2.
+    With 32 warps a row has a multiprocessor for itself: 16 bytes a thread at once do not cover the memory's latency
+    (16 KiB on their way, 25 wanted), 32 bytes do. 32K elements of a long row stay in registers where nothing else
+    needs those: less is left to L2, and the second walk has work while its first loads are on their way. Rows that
+    begin anywhere are read an element a lane, side by side: of 16 bytes a lane each element would be a load of its own
+    that touches 16 sectors.
     """
-    E = 16 // itemsize
     warps = next((w for most, w in WARPS if most >= V), 32)
-    keep = 4 if plain and unit_stride and itemsize == 2 and KEEP_FROM <= V else 0
-    return Plan(warps, 1, E, keep)
+    elements = 16 // itemsize
+    if not aligned:
+        return Plan(min(warps, 16), elements, 1, 1)
+    R = 2 if warps == 32 and not metrics else 1  # with metrics, registers would spill
+    keep = 2 if plain and not metrics and itemsize == 2 and KEEP_FROM <= V else 1
+    return Plan(warps, R, elements, keep)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from . import pieces
-from .pieces import LARGEST, opaque
+from .pieces import LARGEST
 
 
 @triton.jit
@@ -54,9 +54,8 @@ def forward_rows(
     SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, METRICS: tl.constexpr, WIDE: tl.constexpr, OPAQUE: tl.constexpr,
     KEEP: tl.constexpr, R: tl.constexpr, T: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """The row's statistics and loss; with GRAD its gradient in a second walk, from the end: the last tiles lie in L2.
-
-    KEEP: how many repeats of [T, E] at the start of the row stay in registers between the two walks.
+    """The row's statistics and loss; with GRAD its gradient in a second walk, from the end: the last tiles lie in L2,
+    the last KEEP of them stay in registers.
     """
     n = tl.program_id(0).to(tl.int64)
     y, row_weight, live = _label(target_ptr, row_weight_ptr, n, ignore_index, HAS_ROW_WEIGHT)
@@ -72,34 +71,29 @@ def forward_rows(
         c = s * 1.4426950408889634
         row = x_ptr + (n // inner) * x_outer + (n % inner) * x_inner
         o = pieces.offsets(R, T, E)
-        KEPT: tl.constexpr = KEEP * T * E
         BLOCK: tl.constexpr = R * T * E
         # read before the reductions, whose barriers keep it ahead of the stores that may overwrite it
         u_y = _picked(row, y, stride_x, V, cap, slope, SOFTCAP)
         state = _start(T)
-        if KEEP > 0:
-            ok = pieces.offsets(KEEP, T, E)
-            kept = tl.load(row + ok * stride_x, mask=ok < V, other=-float("inf"), eviction_policy="evict_first")
-            state = pieces.statistics(
-                kept, 0, ok, V, state, y, u_y, class_weight_ptr, cap, slope, c, SOFTCAP, CLASS, SMOOTH, METRICS, True
-            )  # fmt: skip
-            if OPAQUE:
-                kept = opaque(kept)
-        full = tl.maximum(V - KEPT, 0) // BLOCK
+        full = tl.maximum(tl.cdiv(V, BLOCK) - KEEP, 0)
         for b in range(full):
-            v = KEPT + b * BLOCK + o
+            v = b * BLOCK + o
             at = v.to(tl.int64) if WIDE else v
             x = tl.load(row + at * stride_x, eviction_policy="evict_last")
             state = pieces.statistics(
-                x, KEPT + b * BLOCK, v, V, state, y, u_y, class_weight_ptr, cap, slope, c,
+                x, b * BLOCK, v, V, state, y, u_y, class_weight_ptr, cap, slope, c,
                 SOFTCAP, CLASS, SMOOTH, METRICS, False,
             )  # fmt: skip
-        v_tail = KEPT + full * BLOCK + o
-        at_tail = v_tail.to(tl.int64) if WIDE else v_tail
-        if KEPT + full * BLOCK < V:
-            x = tl.load(row + at_tail * stride_x, mask=v_tail < V, other=-float("inf"), eviction_policy="evict_last")
+        kept = ()
+        for i in tl.static_range(KEEP):
+            v = (full + i) * BLOCK + o
+            at = v.to(tl.int64) if WIDE else v
+            x = tl.load(row + at * stride_x, mask=v < V, other=-float("inf"), eviction_policy="evict_first")
+            kept = kept + (x,)  # type: ignore[assignment]
+        for i in tl.static_range(KEEP):
+            v = (full + i) * BLOCK + o
             state = pieces.statistics(
-                x, KEPT + full * BLOCK, v_tail, V, state, y, u_y, class_weight_ptr, cap, slope, c,
+                kept[i], (full + i) * BLOCK, v, V, state, y, u_y, class_weight_ptr, cap, slope, c,
                 SOFTCAP, CLASS, SMOOTH, METRICS, True,
             )  # fmt: skip
         top, others, h, q, argmax = pieces.combined(state, c, METRICS, SMOOTH)
@@ -122,27 +116,22 @@ def forward_rows(
             rest = (rest + pieces.times(2 * z_loss, lse)) * up
             k = (a * up + rest) / total
             even = smoothing / V * up
-            if KEPT + full * BLOCK < V:
-                x = tl.load(
-                    row + at_tail * stride_x, mask=v_tail < V, other=-float("inf"), eviction_policy="evict_first"
-                )
+            for i in tl.static_range(KEEP):
+                v = (full + i) * BLOCK + o
+                at = v.to(tl.int64) if WIDE else v
+                x = pieces.opaque(kept[i]) if OPAQUE else kept[i]
                 d = pieces.gradient(
-                    x, v_tail, V, top, c, k, even, class_weight_ptr, cap, slope, SOFTCAP, CLASS, SMOOTH
+                    x, v, V, top, c, k, even, class_weight_ptr, cap, slope, SOFTCAP, CLASS, SMOOTH
                 ).to(g_ptr.dtype.element_ty)  # fmt: skip
-                tl.store(g_row + at_tail * stride_g, d, mask=v_tail < V, cache_modifier=".cs")
+                tl.store(g_row + at * stride_g, d, mask=v < V, cache_modifier=".cs")
             for i in range(full):
-                v = KEPT + (full - 1 - i) * BLOCK + o
+                v = (full - 1 - i) * BLOCK + o
                 at = v.to(tl.int64) if WIDE else v
                 x = tl.load(row + at * stride_x, eviction_policy="evict_first")
                 d = pieces.gradient(
                     x, v, V, top, c, k, even, class_weight_ptr, cap, slope, SOFTCAP, CLASS, SMOOTH
                 ).to(g_ptr.dtype.element_ty)  # fmt: skip
                 tl.store(g_row + at * stride_g, d, cache_modifier=".cs")
-            if KEEP > 0:
-                d = pieces.gradient(
-                    kept, ok, V, top, c, k, even, class_weight_ptr, cap, slope, SOFTCAP, CLASS, SMOOTH
-                ).to(g_ptr.dtype.element_ty)  # fmt: skip
-                tl.store(g_row + ok * stride_g, d, mask=ok < V, cache_modifier=".cs")
             tl.debug_barrier()  # the label's element was written by another thread
             hot = a * up * pieces.expm1(log_p) + rest * tl.exp(log_p) - even_y * up
             if SOFTCAP:

@@ -1,0 +1,74 @@
+"""Compiles cross-entropy's kernels at the bench's vocabularies: `python compile_losses.py <capability>`.
+
+Prints a line a launch: "<what>: <shared memory> <spilled bytes> <bytes of the loads and stores of a row, joined>".
+"""
+
+import re
+import sys
+from collections.abc import Callable
+
+import torch
+from compile_kernels import compiled, recorded, spilled_bytes
+
+from riftco.kernels.cross_entropy.cuda import launch
+
+PLAIN = (-100, 0.0, 0.0, 0.0, 1.0)
+EVERY = (-100, 0.1, 1e-4, 30.0, 0.5)
+
+
+def both(V: int, dtype=torch.bfloat16, options=PLAIN, metrics=False, first: int = 0, classes=False) -> Callable:
+    """Loss and gradient in one launch, over the logits; `first`: where in the memory the rows begin."""
+
+    def call() -> None:
+        x = torch.empty(2, V + first, dtype=dtype)[:, first:]
+        weight, up = torch.ones(V) if classes else None, torch.ones(()).expand(2)
+        launch.forward_backward(x, torch.zeros(2, dtype=torch.int64), None, weight, up, *options, metrics, True)
+
+    return call
+
+
+def forward(V: int) -> None:
+    launch.forward(
+        torch.empty(2, V, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64), None, None, *PLAIN, False
+    )
+
+
+def backward(V: int) -> None:
+    x, rows = torch.empty(2, V, dtype=torch.bfloat16), torch.empty(2)
+    launch.backward(rows, rows, x, torch.zeros(2, dtype=torch.int64), None, None, rows, rows, *PLAIN)
+
+
+LAUNCHES = {
+    **{f"aligned {V}": both(V) for V in (32000, 49152, 128256, 151936, 256000, 262144)},
+    "aligned, z_loss and class weights": both(128256, options=(-100, 0.0, 1e-4, 0.0, 1.0), classes=True),
+    "aligned, softcap": both(256000, options=(-100, 0.0, 0.0, 30.0, 1.0)),
+    "aligned, smoothing": both(128256, options=(-100, 0.1, 0.0, 0.0, 1.0)),
+    "aligned, metrics": both(128256, metrics=True),
+    "aligned, every option": both(128256, options=EVERY, metrics=True, classes=True),
+    "aligned, float16": both(128256, torch.float16),
+    "aligned, float32": both(128256, torch.float32),
+    "aligned, forward": lambda: forward(128256),
+    "aligned, backward": lambda: backward(128256),
+    "odd V": both(50257),
+    "odd start": both(50256, first=1),
+    "odd V, every option": both(50257, options=EVERY, metrics=True, classes=True),
+}
+
+
+def widths(ptx: str) -> str:
+    """Bytes of the global loads and stores that go through the caches by a hint: those of a row's elements."""
+    found = re.findall(r"(?:ld|st)\.global\S*(?:evict_first|evict_last|\.cs)\S*?(?:\.v(\d))?\.b(\d+)", ptx)
+    return ",".join(sorted({str(int(n or 1) * int(bits) // 8) for n, bits in found}, key=int))
+
+
+if __name__ == "__main__":
+    capability = int(sys.argv[1])
+    for name, call in LAUNCHES.items():
+        with recorded() as calls:
+            call()
+        ((kernel, arguments, options),) = calls
+        if "OPAQUE" in arguments:
+            arguments["OPAQUE"] = arguments["x_ptr"].element_size() == 2  # these tensors lie on the CPU
+        done = compiled(kernel, arguments, options, capability)
+        ptx = done.asm["ptx"]
+        print(f"{name}: {done.metadata.shared} {spilled_bytes(ptx, capability)} {widths(ptx)}", flush=True)

@@ -1,0 +1,66 @@
+"""Cross-entropy's tiles: each route against the spec, and what the compiler makes of them."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import support
+import torch
+
+from riftco.functional import cross_entropy
+from riftco.kernels.cross_entropy.cuda.route import plan
+
+DEVICES = support.device_params(("cpu-triton", "cuda"))
+# V -> what plan gives for bfloat16 rows that lie at multiples of 16 bytes
+ROUTES = {
+    48: (1, 1, 8, 1), 16400: (16, 1, 8, 1), 40960: (32, 2, 8, 1), 65536: (32, 2, 8, 2), 70000: (32, 2, 8, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("options", [{}, dict(inplace=True), dict(return_metrics=True), dict(softcap=9.0)], ids=str)
+@pytest.mark.parametrize("V", list(ROUTES))
+@pytest.mark.parametrize("first", [0, 16, 1])
+def test_every_route(device, V, options, first):
+    """Rows that lie `first` elements behind a multiple of 16: of the memory, of the rows' distance, or of neither."""
+    assert plan(V, 2, True, False, True) == ROUTES[V]
+    whole = 3 * torch.randn(3, V + first, dtype=torch.float64)
+    whole[1, first + 5] = 30.0
+    y = torch.tensor([V - 1, 5, -100])
+    a = whole.float().double()[:, first:].requires_grad_()
+    want = cross_entropy(a, y, impl="spec", **{k: v for k, v in options.items() if k not in ("inplace",)})
+    loss = want[0] if isinstance(want, tuple) else want
+    (d_a,) = torch.autograd.grad(loss, a)
+    b = whole.float().to(device.torch_device).requires_grad_()
+    with device.use(), support.poisoned():
+        view = (1 * b)[:, first:]  # of a tensor that may be written over
+        got = cross_entropy(view, y.to(b.device), **options)
+        mine = got[0] if isinstance(got, tuple) else got
+        (d_b,) = torch.autograd.grad(mine, b)
+    torch.testing.assert_close(mine.cpu().double(), loss, rtol=1e-5, atol=0)
+    torch.testing.assert_close(d_b[:, first:].cpu().double(), d_a, rtol=1e-4, atol=1e-12)
+    assert not d_b[:, :first].any()
+    if "return_metrics" in options:
+        for one, other in zip(got[1], want[1]):
+            torch.testing.assert_close(one.cpu().to(other.dtype), other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_compiled(capability):
+    """Nothing spills on sm_90, and little before; aligned rows are read and written 16 bytes at a time."""
+    pytest.importorskip("triton")
+    script = pathlib.Path(__file__).parent.parent / "compile_losses.py"
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(script.parent.parent)
+    run = subprocess.run(
+        [sys.executable, str(script), str(capability)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    lines = [line.split(": ") for line in run.stdout.splitlines()]
+    assert len(lines) >= 10
+    for name, numbers in lines:
+        shared, spilled, widths = numbers.split()
+        assert int(spilled) <= (0 if capability == 90 else 32) and int(shared) <= 8192, name
+        assert ("16" in widths.split(",")) == ("aligned" in name), (name, widths)
