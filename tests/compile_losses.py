@@ -16,11 +16,13 @@ PLAIN = (-100, 0.0, 0.0, 0.0, 1.0)
 EVERY = (-100, 0.1, 1e-4, 30.0, 0.5)
 
 
-def both(V: int, dtype=torch.bfloat16, options=PLAIN, metrics=False, first: int = 0, classes=False) -> Callable:
-    """Loss and gradient in one launch, over the logits; `first`: where in the memory the rows begin."""
+def both(
+    V: int, dtype=torch.bfloat16, options=PLAIN, metrics=False, first: int = 0, behind: int = 0, classes=False
+) -> Callable:
+    """Loss and gradient in one launch, over the logits, which lie between `first` and `behind` other elements."""
 
     def call() -> None:
-        x = torch.empty(2, V + first, dtype=dtype)[:, first:]
+        x = torch.empty(2, first + V + behind, dtype=dtype)[:, first : first + V]
         weight, up = torch.ones(V) if classes else None, torch.ones(()).expand(2)
         launch.forward_backward(x, torch.zeros(2, dtype=torch.int64), None, weight, up, *options, metrics, True)
 
@@ -49,6 +51,10 @@ LAUNCHES = {
     "aligned, float32": both(128256, torch.float32),
     "aligned, forward": lambda: forward(128256),
     "aligned, backward": lambda: backward(128256),
+    "aligned rows, odd V": both(50257, behind=47),
+    "aligned rows, odd V, long": both(151669, behind=11),
+    "aligned rows, odd V, softcap": both(256001, options=(-100, 0.0, 0.0, 30.0, 1.0), behind=63),
+    "aligned rows, odd V, every option": both(128257, options=EVERY, metrics=True, classes=True, behind=63),
     "odd V": both(50257),
     "odd start": both(50256, first=1),
     "odd V, every option": both(50257, options=EVERY, metrics=True, classes=True),

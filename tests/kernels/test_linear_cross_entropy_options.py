@@ -243,6 +243,23 @@ def test_confident_rows_in_bf16(device, p):
     torch.testing.assert_close(got.cpu().double(), want, rtol=2**-6, atol=1e-30)
 
 
+@pytest.mark.parametrize("name", ["many slices", "every option", "top-k", "adapter", "metrics"])
+@pytest.mark.parametrize("device", support.device_params(("cpu", "cpu-triton", "cuda")))
+def test_rows_of_the_buffer_may_lie_apart(device, name, monkeypatch):
+    """An odd vocabulary's rows are padded; what lies between them is never read."""
+    monkeypatch.setattr(head, "WORTH_FROM", 1)
+    cases = support.rooms()["linear_cross_entropy"]
+    case = next(c for c in cases.CASES if c.name == name)
+    case = dataclasses.replace(case, options={k: v << 1 if k == "slice_bytes" else v for k, v in case.options.items()})
+    with device.use():
+        p = slices.Problem(*problem(*make(3, C=8, V=case.shape["V"])))
+        made = head.Head(p, None)
+        made.reserve(2)
+    assert made.width % head.LINE == 0 and made.buffer.stride() == (made.width, 1) and made.buffer.shape[1] == p.V
+    for dtype in (torch.float32, torch.bfloat16):
+        support.check_case(cases, case, dtype, device)
+
+
 def test_narrowing_in_place():
     for n in (1, 2, 3, 1000, 1023):
         wide = torch.randn(n, 3)

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from .problem import Problem
 
+LINE = 64  # elements: rows of a buffer lie at multiples of it, as matmuls and loads of odd rows are slow
+WORTH_FROM = 4096  # classes
 NARROW_AT_ONCE = 8 << 20  # bytes of a 16-bit gradient widened at once where a matmul cannot give float32
 
 
@@ -31,12 +33,18 @@ class Head:
 
     def row_bytes(self) -> int:
         """What a row of a slice holds beside its logits' own: gathered x, its gradient, the adapter's inner rows."""
-        return self.p.x.dtype.itemsize * (2 * self.p.C + 2 * self.rank)
+        return self.p.x.dtype.itemsize * (2 * self.p.C + 2 * self.rank + self.width - self.p.V)
+
+    @property
+    def width(self) -> int:
+        """Elements from a row of the buffer to the next."""
+        pays = self.p.absmax is None and self.p.V >= WORTH_FROM and self.p.x.device.type in ("cpu", "cuda")
+        return -(-self.p.V // LINE) * LINE if pays else self.p.V
 
     def reserve(self, rows: int) -> None:
         """One buffer for every slice; an NF4 product brings its own."""
         if self.p.absmax is None:
-            self.buffer = self.p.x.new_empty(rows, self.p.V)
+            self.buffer = self.p.x.new_empty(rows, self.width)[:, : self.p.V]
 
     def inner(self, x: Tensor) -> Tensor | None:
         return None if self.a is None else torch.mm(x, self.a.t())

@@ -28,7 +28,8 @@ class _Rows(NamedTuple):
     wide: bool
 
 
-def _rows(logits, row_weight, class_weight, options: tuple, metrics: bool = False) -> _Rows:
+def _rows(logits, row_weight, class_weight, options: tuple, fresh: bool, metrics: bool = False) -> _Rows:
+    """fresh: a gradient is written to contiguous rows of its own."""
     ignore_index, label_smoothing, z_loss, softcap, logit_scale = options
     V = logits.shape[-1]
     x, inner, outer, step = as_rows(logits)
@@ -41,8 +42,9 @@ def _rows(logits, row_weight, class_weight, options: tuple, metrics: bool = Fals
         "HAS_ROW_WEIGHT": row_weight is not None, "CLASS": class_weight is not None, "SMOOTH": label_smoothing > 0,
         "SOFTCAP": softcap > 0,
     }  # fmt: skip
-    aligned = stride == 1 and all(n % 16 == 0 for n in (V, outer, step, x.data_ptr()))  # what Triton sees of integers
-    chosen = plan(V, x.dtype.itemsize, aligned, metrics, not (flags["SMOOTH"] or flags["SOFTCAP"]))
+    even = V % 16 == 0  # what Triton sees of integers
+    aligned = stride == 1 and all(n % 16 == 0 for n in (outer, step, x.data_ptr())) and (even or not fresh)
+    chosen = plan(V, x.dtype.itemsize, aligned, metrics, even and not (flags["SMOOTH"] or flags["SOFTCAP"]))
     wide = (V + chosen.R * chosen.T * chosen.E) * stride > LARGEST_INT
     weight_sum = None if class_weight is None else class_weight.sum()
     row_weight = None if row_weight is None else row_weight.contiguous()
@@ -62,7 +64,7 @@ def _forward(logits, target, row_weight, class_weight, d_loss, g: Tensor | None,
     if metrics:
         out.append(torch.empty(target.shape, dtype=torch.int64, device=logits.device))
     if N and V:
-        rows = _rows(logits, row_weight, class_weight, options, metrics)
+        rows = _rows(logits, row_weight, class_weight, options, g is not None and g is not logits, metrics)
         inner, *x_strides = rows.strides
         if g is logits:  # as_rows must not have copied what is to be written over
             g_strides = x_strides
@@ -114,7 +116,7 @@ def backward(
     if d_logits.numel() == 0:
         return d_logits
     options = (ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    rows = _rows(logits, row_weight, class_weight, options)
+    rows = _rows(logits, row_weight, class_weight, options, True)
     (up, stride_up), (up_lse, stride_lse) = _per_row(d_loss), _per_row(d_lse)
     with on(logits):
         kernels.backward_rows[(target.numel(),)](

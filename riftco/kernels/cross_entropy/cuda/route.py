@@ -24,7 +24,7 @@ WARPS = ((256, 1), (2048, 2), (8192, 4), (16384, 8), (40000, 16))
 
 def plan(V: int, itemsize: int, aligned: bool, metrics: bool, plain: bool) -> Plan:
     """V classes of `itemsize` bytes; aligned: rows can be read 16 bytes at a time; plain: no option but weights and
-    z_loss.
+    z_loss, and V a multiple of 16.
 
     With 32 warps a row has a multiprocessor for itself: 16 bytes a thread at once do not cover the memory's latency
     (16 KiB on their way, 25 wanted), 32 bytes do. 32K elements of a long row stay in registers where nothing else
