@@ -62,5 +62,5 @@ def test_compiled(capability):
     assert len(lines) >= 10
     for name, numbers in lines:
         shared, spilled, widths = numbers.split()
-        assert int(spilled) <= (64 if capability == 80 or "odd" in name else 0) and int(shared) <= 8192, name
+        assert int(spilled) <= (80 if capability == 80 or "odd" in name else 0) and int(shared) <= 8192, name
         assert ("16" in widths.split(",")) == ("aligned" in name), (name, widths)
