@@ -146,6 +146,29 @@ def norms(dtype: torch.dtype, C: int) -> None:
         launch.backward(x, None, x, w, None, mean, row, 0.0, True, False, False)
 
 
+def frozen(dtype: torch.dtype) -> None:
+    """Every route of a product with an NF4 or a GGUF weight, forward and for d_x."""
+    from riftco.kernels.gguf_linear import cuda as gguf
+    from riftco.kernels.gguf_linear.formats import FORMATS
+    from riftco.kernels.nf4 import cuda as nf4
+
+    N, K = 1024, 2048
+    codes, absmax = torch.empty(N * K // 2, 1, dtype=torch.uint8), torch.empty(N * K // 64)
+    for M in (1, 16, 32, 64):
+        nf4.forward(torch.empty(M, K, dtype=dtype), codes, absmax, torch.empty(N, dtype=dtype), N, K, 64)
+        nf4.backward(torch.empty(M, N, dtype=dtype), codes, absmax, N, K, 64)
+    nf4.forward(torch.empty(64, K - 1, dtype=dtype), codes, absmax, None, N, K - 1, 64)
+    nf4.backward(torch.empty(64, N, dtype=dtype), codes, absmax, N, K - 1, 64)
+    nf4.dequantize(codes, absmax, N * K, 64, dtype)
+    nf4.dequantize(codes, absmax, N * K - 1, 64, dtype)
+    for f in FORMATS.values():
+        packed = torch.empty(N, f.row_bytes(K), dtype=torch.uint8)
+        gguf.dequantize(packed, f.name, N, K, dtype)
+        for M in (16, 64):
+            gguf.forward(torch.empty(M, K, dtype=dtype), packed, None, f.name, N, K)
+            gguf.backward(torch.empty(M, N, dtype=dtype), packed, f.name, N, K)
+
+
 def report(calls: list[tuple[JITFunction, dict, dict]], capability: int) -> None:
     for kernel, arguments, options in calls:
         shared, spilled = build(kernel, arguments, options, capability)
@@ -161,6 +184,11 @@ if __name__ == "__main__":
     if sys.argv[2] == "adam":
         with recorded() as calls:
             adam(getattr(torch, sys.argv[3]))
+        report(calls, int(sys.argv[1]))
+        sys.exit()
+    if sys.argv[2] == "frozen":
+        with recorded() as calls:
+            frozen(getattr(torch, sys.argv[3]))
         report(calls, int(sys.argv[1]))
         sys.exit()
     if sys.argv[2] == "norms":

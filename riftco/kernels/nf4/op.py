@@ -29,6 +29,7 @@ fwd = define(
     fake=_fake_fwd,
     spec=f"{HERE}.spec:forward",
     launchers={device: f"{module}:forward" for device, module in LAUNCHERS.items()},
+    routes=f"{HERE}.route:forward_routes",
 )
 bwd = define(
     "nf4_linear_bwd",
@@ -36,6 +37,7 @@ bwd = define(
     fake=_fake_bwd,
     spec=f"{HERE}.spec:backward",
     launchers={device: f"{module}:backward" for device, module in LAUNCHERS.items()},
+    routes=f"{HERE}.route:backward_routes",
 )
 dequantize = define(
     "nf4_dequantize",
@@ -91,9 +93,12 @@ def nf4_linear(x: Tensor, q: NF4Weight, bias: Tensor | None = None, *, impl: str
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, each named.
 
-    Devices: cpu (blocks of at most 16 MiB of decoded weight), cuda (Triton, decodes inside the product), mps (Metal,
-        likewise), xla (plain torch, dequantises the weight whole for the call).
-    Numerics: W is rounded once to x's dtype, as in bitsandbytes; float32 accumulation; deterministic.
+    Devices: cpu (stretches of at most 16 MiB of decoded weight), cuda (Triton: up to 64 rows W is decoded inside the
+        product, above that into a scratch of at most 32 MiB), mps (Metal, inside the product), xla (plain torch,
+        the weight whole for the call).
+    Numerics: W is rounded once to x's dtype, as in bitsandbytes; for one row on cuda not at all. For up to 64 rows on
+        cuda in 16 bits the table's values are rounded and absmax is applied in float32 (for d_x before the product, and
+        rounded again). float32 accumulation; deterministic.
     Source: Dettmers et al. 2023, "QLoRA", equations 5 and 6.
     """
     x, bias = autocast(x, bias)
