@@ -1,5 +1,6 @@
 """Every op's public function."""
 
+from .kernels._recompute import recomputed
 from .kernels.adam.op import adam_step
 from .kernels.attention import (
     AuxRequest,
@@ -79,6 +80,7 @@ __all__ = [
     "nf4_linear",
     "per_token_logprobs",
     "quantize_nf4",
+    "recomputed",
     "rms_norm",
     "rope",
     "rope_frequencies",

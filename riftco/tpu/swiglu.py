@@ -11,13 +11,17 @@ from ..kernels.swiglu import spec
 TAIL = -6.0  # GELU is -6e-9 there, and its slope -4e-8
 
 
-def forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+def forward(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    gate, up = spec.halves(gate, up)
     return spec.forward(_cut(gate, activation), up, activation)
 
 
 def backward(
-    d_out: Tensor, gate: Tensor, up: Tensor, activation: str, need_gate: bool, need_up: bool
+    d_out: Tensor, gate: Tensor, up: Tensor | None, activation: str, need_gate: bool, need_up: bool
 ) -> tuple[Tensor, Tensor]:
+    if up is None:
+        both = backward(d_out, *spec.halves(gate, None), activation, need_gate, need_gate)
+        return torch.cat(both, -1), gate.new_empty(0)
     return spec.backward(d_out, _cut(gate, activation), up, activation, need_gate, need_up)
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .._contract import define, needs_grad, once_differentiable, same_device
+from .._recompute import saved
 from . import spec
 
 HERE = "riftco.kernels.layer_norm"
@@ -66,11 +67,12 @@ class LayerNorm(torch.autograd.Function):
         ctx.save_for_backward(x if residual is None else total, weight, bias, mean, rstd)
         ctx.mark_non_differentiable(*((total, mean, rstd) if residual is None else (mean, rstd)))
         ctx.set_materialize_grads(False)
+        ctx.unpacked = None
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_y, d_total, _d_mean, _d_rstd):
-        x, weight, bias, mean, rstd = ctx.saved_tensors
+        x, weight, bias, mean, rstd = saved(ctx)
         need_x, need_residual, need_weight, need_bias = ctx.needs_input_grad[:4]
         need, d_weight, d_bias = need_x or need_residual, None, None
         d_total = d_total if ctx.dtypes[1] is not None else None  # torch.compile sends zeros for what is not there
@@ -82,6 +84,10 @@ class LayerNorm(torch.autograd.Function):
             for needed, dtype in zip((need_x, need_residual), ctx.dtypes)
         )
         return d_x, d_residual, d_weight if need_weight else None, d_bias if need_bias else None, None
+
+    @staticmethod
+    def again(ctx, x, weight, bias, mean, rstd):
+        return fwd(x, None, weight, bias, ctx.eps)[0].to(ctx.dtypes[0])
 
 
 @overload

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .._contract import define, needs_grad, once_differentiable, same_device
+from .._recompute import saved
 from . import spec
 
 HERE = "riftco.kernels.rms_norm"
@@ -67,11 +68,12 @@ class RMSNorm(torch.autograd.Function):
         ctx.save_for_backward(x if residual is None else total, weight, rstd)
         ctx.mark_non_differentiable(*((total, rstd) if residual is None else (rstd,)))
         ctx.set_materialize_grads(False)
+        ctx.unpacked = None
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_y, d_total, _d_rstd):
-        x, weight, rstd = ctx.saved_tensors
+        x, weight, rstd = saved(ctx)
         need_x, need_residual, need_weight = ctx.needs_input_grad[:3]
         need, d_weight = need_x or need_residual, None
         d_total = d_total if ctx.dtypes[1] is not None else None  # torch.compile sends zeros for what is not there
@@ -83,6 +85,10 @@ class RMSNorm(torch.autograd.Function):
             for needed, dtype in zip((need_x, need_residual), ctx.dtypes)
         )
         return d_x, d_residual, d_weight if need_weight else None, None, None
+
+    @staticmethod
+    def again(ctx, x, weight, rstd):
+        return fwd(x, None, weight, ctx.eps, ctx.offset)[0].to(ctx.dtypes[0])
 
 
 @overload

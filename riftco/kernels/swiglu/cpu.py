@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .._blocks import Wide, row_blocks
+from . import spec
 
 aten = torch.ops.aten
 
@@ -24,7 +25,8 @@ def _times_slope(d: Tensor, g: Tensor, activation: str, out: Tensor) -> Tensor:
     return aten.gelu_backward.grad_input(d, near, approximate="tanh", grad_input=out)
 
 
-def forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+def forward(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    gate, up = spec.halves(gate, up)
     out = torch.empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
     if out.numel() == 0:
         return out
@@ -35,14 +37,16 @@ def forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def backward(
-    d_out: Tensor, gate: Tensor, up: Tensor, activation: str, need_gate: bool, need_up: bool
+    d_out: Tensor, gate: Tensor, up: Tensor | None, activation: str, need_gate: bool, need_up: bool
 ) -> tuple[Tensor, Tensor]:
     d_gate = torch.empty(gate.shape if need_gate else 0, dtype=gate.dtype)
-    d_up = torch.empty(up.shape if need_up else 0, dtype=up.dtype)
+    need_up = need_gate if up is None else need_up
+    d_up = torch.empty(0 if up is None or not need_up else up.shape, dtype=gate.dtype if up is None else up.dtype)
     if gate.numel() == 0:
         return d_gate, d_up
-    d_outs, gates, ups = Wide(d_out), Wide(gate), Wide(up)
-    d_gates, d_ups = Wide(d_gate) if need_gate else None, Wide(d_up) if need_up else None
+    into = spec.halves(d_gate, None) if up is None and need_gate else (d_gate, d_up)
+    d_gates, d_ups = (Wide(t) if need else None for t, need in zip(into, (need_gate, need_up)))
+    d_outs, (gates, ups) = Wide(d_out), map(Wide, spec.halves(gate, up))
     for at in row_blocks(*gates.rows.shape):
         d, g = d_outs.read(at), gates.read(at)
         if d_gates is not None:

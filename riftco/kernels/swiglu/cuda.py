@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._launch import as_rows, on
+from . import spec
 
 BLOCK_F = 1024
 
@@ -56,7 +57,7 @@ def _glu_fwd(
 @triton.jit
 def _glu_bwd(
     d_gate_ptr, d_up_ptr, d_out_ptr, gate_ptr, up_ptr,
-    d_inner, d_stride_o, d_stride_i, d_stride_f, g_inner, g_stride_o, g_stride_i, g_stride_f,
+    pitch, d_inner, d_stride_o, d_stride_i, d_stride_f, g_inner, g_stride_o, g_stride_i, g_stride_f,
     u_inner, u_stride_o, u_stride_i, u_stride_f, F, blocks,
     NEED_GATE: tl.constexpr, NEED_UP: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -69,9 +70,9 @@ def _glu_bwd(
     s, slope = _gate(g, ACTIVATION)
     if NEED_GATE:
         u = tl.load(up_ptr + _row(n, u_inner, u_stride_o, u_stride_i) + f * u_stride_f, mask=f < F, other=0.0)
-        tl.store(d_gate_ptr + n * F + f, d * u.to(tl.float32) * slope, mask=f < F)
+        tl.store(d_gate_ptr + n * pitch + f, d * u.to(tl.float32) * slope, mask=f < F)
     if NEED_UP:
-        tl.store(d_up_ptr + n * F + f, d * (g * s), mask=f < F)
+        tl.store(d_up_ptr + n * pitch + f, d * (g * s), mask=f < F)
 
 
 def _grid(t: Tensor) -> tuple[int, int, int]:
@@ -82,7 +83,8 @@ def _grid(t: Tensor) -> tuple[int, int, int]:
     return t.shape[:-1].numel() * blocks, blocks, block
 
 
-def forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+def forward(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    gate, up = spec.halves(gate, up)
     out = torch.empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype), device=gate.device)
     if out.numel() == 0:
         return out
@@ -98,19 +100,25 @@ def forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def backward(
-    d_out: Tensor, gate: Tensor, up: Tensor, activation: str, need_gate: bool, need_up: bool
+    d_out: Tensor, gate: Tensor, up: Tensor | None, activation: str, need_gate: bool, need_up: bool
 ) -> tuple[Tensor, Tensor]:
     d_gate = torch.empty(gate.shape if need_gate else 0, dtype=gate.dtype, device=gate.device)
-    d_up = torch.empty(up.shape if need_up else 0, dtype=up.dtype, device=up.device)
+    need_up = need_gate if up is None else need_up
+    d_up = torch.empty(
+        0 if up is None or not need_up else up.shape, dtype=gate.dtype if up is None else up.dtype, device=gate.device
+    )
     if gate.numel() == 0:
         return d_gate, d_up
+    into = spec.halves(d_gate, None) if up is None and need_gate else (d_gate, d_up)
+    pitch = gate.shape[-1]  # of the gradients' rows
+    gate, up = spec.halves(gate, up)
     programs, blocks, block = _grid(gate)
     d, *d_strides = as_rows(d_out)
     g, *g_strides = as_rows(gate)
     u, *u_strides = as_rows(up)
     with on(gate):
         _glu_bwd[(programs,)](
-            d_gate, d_up, d, g, u, *d_strides, d.stride(-1), *g_strides, g.stride(-1), *u_strides, u.stride(-1),
+            *into, d, g, u, pitch, *d_strides, d.stride(-1), *g_strides, g.stride(-1), *u_strides, u.stride(-1),
             gate.shape[-1], blocks, NEED_GATE=need_gate, NEED_UP=need_up, ACTIVATION=activation, BLOCK=block,
         )  # fmt: skip
     return d_gate, d_up

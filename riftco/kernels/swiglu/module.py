@@ -2,11 +2,13 @@
 
 from torch import Tensor, nn
 
+from .._recompute import recomputed
 from .op import geglu, swiglu
 
 
 class SwiGLU(nn.Module):
-    """down_proj(act(gate_proj(x)) * up_proj(x)), with the parameter names of transformers' Llama MLP.
+    """down_proj(act(gate_proj(x)) * up_proj(x)), with the parameter names of transformers' Llama MLP. Kept for the
+    backward are gate and up; what down_proj reads is made again.
 
     Args:
         hidden_size: size of x's last dimension.
@@ -36,8 +38,11 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
         if self.activation == "silu":
-            return self.down_proj(swiglu(gate, up))
-        return self.down_proj(geglu(gate, up, approximate="tanh" if self.activation == "gelu_tanh" else "none"))
+            h = swiglu(gate, up)
+        else:
+            h = geglu(gate, up, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+        with recomputed(h):
+            return self.down_proj(h)
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"

@@ -7,8 +7,17 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 
-def forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(gate, up), which are the halves of one tensor [..., 2 F] where up is None."""
+    if up is not None:
+        return gate, up
+    first, second = gate.chunk(2, -1)
+    return first, second
+
+
+def forward(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     """gate, up [..., F] -> act(gate) * up in their promoted dtype, rounded once."""
+    gate, up = halves(gate, up)
     acc = _acc(gate, up)
     g = gate.to(acc)
     if activation == "silu":
@@ -19,13 +28,17 @@ def forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def backward(
-    d_out: Tensor, gate: Tensor, up: Tensor, activation: str, need_gate: bool, need_up: bool
+    d_out: Tensor, gate: Tensor, up: Tensor | None, activation: str, need_gate: bool, need_up: bool
 ) -> tuple[Tensor, Tensor]:
     """d_gate = d_out * up * act'(gate), d_up = d_out * act(gate); what is not needed comes back empty.
 
     silu' = s + g s (1 - s) with s = sigmoid(g); gelu' = Phi(g) + g phi(g); the tanh form is g * sigmoid(2 u) with
     u = sqrt(2 / pi) (g + 0.044715 g^3), so its derivative is s + g s (1 - s) 2 u'.
+    Without up, gate [..., 2 F] holds both, and so does d_gate.
     """
+    if up is None:
+        both = torch.cat(backward(d_out, *halves(gate, None), activation, need_gate, need_gate), -1)
+        return both, gate.new_empty(0)
     acc = _acc(gate, up)
     d, g = d_out.to(acc), gate.to(acc)
     near = g.clamp(-30, 30)  # s is 0 or 1 beyond, and powers of g must not become infinite

@@ -1,0 +1,82 @@
+"""Activations that are cheaper to make again than to keep."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class _Place(NamedTuple):
+    """Where a saved view of the activation lies in it."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Packed(NamedTuple):
+    """What the hooks around the block made of a tensor."""
+
+    value: Any
+
+
+def saved(ctx) -> tuple[Tensor | None, ...]:
+    """ctx.saved_tensors in a backward, or what `recomputed` has unpacked just before: checkpointing unpacks once."""
+    unpacked, ctx.unpacked = ctx.unpacked, None
+    return ctx.saved_tensors if unpacked is None else unpacked
+
+
+@contextlib.contextmanager
+def recomputed(h: Tensor) -> Iterator[None]:
+    """Within the with-block, a layer that saves `h` for its backward saves nothing: the backward makes `h` again.
+
+        h = swiglu(gate, up)
+        with recomputed(h):
+            out = down_proj(h)  # a Linear, a LoRALinear, ... : no [tokens, F] is kept beside gate and up
+
+    `h` is made by the operation that made it, from what that operation has saved anyway, so bit for bit; once for each
+    layer that reads it. What else the layers save is saved as ever, through hooks (checkpointing, offloading) too.
+
+    Args:
+        h: what `swiglu`, `geglu`, `rms_norm` or `layer_norm` returned (of a norm with a residual the first output), or
+            a view of it. Where autograd records nothing the block does nothing, and inside torch.compile, whose
+            partitioner decides for itself.
+
+    Raises:
+        ValueError: another operation made `h`.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not h.requires_grad or h.numel() == 0:
+        yield
+        return
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # torch.func takes no hooks
+        yield
+        return
+    made = h if h._base is None else h._base
+    node: Any = made.grad_fn
+    again = getattr(getattr(node, "_forward_cls", None), "again", None)
+    if again is None or made.output_nr != 0:
+        raise ValueError(f"recomputed: h must come from swiglu, geglu, rms_norm or layer_norm; it comes from {node}")
+    # the hooks outlive the block with the graph, so that they must not hold the tensor itself
+    at, dtype, device = made.untyped_storage().data_ptr(), made.dtype, made.device
+    del h, made
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+    def pack(t: Tensor) -> Any:
+        if t.device == device and t.dtype == dtype and t.untyped_storage().data_ptr() == at:
+            return _Place(t.shape, t.stride(), int(t.storage_offset()))
+        return t if outer is None else _Packed(outer[0](t))
+
+    def unpack(saved: Any) -> Tensor:
+        if isinstance(saved, _Place):
+            tensors = node.unpacked or node.saved_tensors
+            node.unpacked = None if outer is None else tensors
+            with torch.no_grad():
+                return again(node, *tensors).as_strided(saved.shape, saved.stride, saved.offset)
+        return outer[1](saved.value) if isinstance(saved, _Packed) else saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
