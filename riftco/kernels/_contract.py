@@ -63,12 +63,26 @@ def define(
     unknown = set(launchers) - set(KEYS)
     if unknown:
         raise ValueError(f"riftco::{name}: unknown device types {sorted(unknown)}; known: {', '.join(KEYS)}")
-    TABLE[name] = Op(name, spec, {"cpu": spec, **launchers}, routes)
+    op = Op(name, spec, {"cpu": spec, **launchers}, routes)
+    forward = TABLE.get(name.removesuffix("_bwd") + "_fwd") if name.endswith("_bwd") else None
+    if forward and (lacking := forward.launchers.keys() - op.launchers.keys()):  # no graph that cannot be computed
+        raise RuntimeError(f"riftco::{forward.name} runs on {', '.join(sorted(lacking))}, where {name} does not")
+    TABLE[name] = op
     torch.library.define(f"riftco::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"riftco::{name}", fake)
     for device, key in KEYS.items():
         torch.library.impl(f"riftco::{name}", key, functools.partial(_call, name, device))
     return getattr(torch.ops.riftco, name).default
+
+
+def has_backward(name: str, device: str) -> bool:
+    """Whether op `name` has a gradient on `device`: x_fwd has where x_bwd runs; rope's gradient is rope itself.
+
+    `define` asserts it for every device before anything can be recorded, and both directions refuse a device they lack
+    in `choose`, before a launcher allocates.
+    """
+    backward = name.removesuffix("_fwd") + "_bwd" if name.endswith("_fwd") else {"rope": "rope"}.get(name)
+    return backward in TABLE and device in TABLE[name].launchers and device in TABLE[backward].launchers
 
 
 def choose(name: str, device: str, dtype: torch.dtype = torch.float32) -> Choice:

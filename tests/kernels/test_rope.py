@@ -58,6 +58,25 @@ SCALINGS = {
     "yarn, no original": dict(rope_type="yarn", factor=4.0),
     "yarn, own factor": dict(rope_type="yarn", factor=4.0, attention_factor=1.7, beta_fast=16, beta_slow=2),
     "yarn, mscale": dict(rope_type="yarn", factor=40.0, mscale=0.7, mscale_all_dim=1.0, truncate=False),
+    "longrope": dict(
+        rope_type="longrope",
+        short_factor=[1.0] * 16,
+        long_factor=[1 + i / 4 for i in range(16)],
+        factor=4.0,
+        original_max_position_embeddings=64,
+    ),
+    "longrope, no factor": dict(
+        rope_type="longrope", short_factor=[1.0] * 16, long_factor=[2.0] * 16, original_max_position_embeddings=64
+    ),
+    "longrope, short": dict(
+        rope_type="longrope",
+        short_factor=[1 + i / 9 for i in range(16)],
+        long_factor=[2.0] * 16,
+        original_max_position_embeddings=256,
+        attention_factor=1.3,
+    ),
+    "proportional": dict(rope_type="proportional", partial_rotary_factor=0.25, factor=8.0),
+    "proportional, whole": dict(rope_type="proportional"),
     "yarn, partial": dict(rope_type="yarn", factor=2.0, partial_rotary_factor=0.5),
 }
 
@@ -81,7 +100,8 @@ def test_tables_are_transformers(name, theta):
         inv_freq = 1.0 / (scaling.get("rope_theta", theta) ** (torch.arange(0, R, 2).float() / R))
         factor = 1.0
     else:
-        inv_freq, factor = utils.ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+        length = {"seq_len": max_position} if kind == "longrope" else {}
+        inv_freq, factor = utils.ROPE_INIT_FUNCTIONS[kind](config, "cpu", **length)
     ours, our_factor = rope_frequencies(D, max_position, theta=theta, scaling=SCALINGS[name])
     torch.testing.assert_close(ours, inv_freq, rtol=1e-6, atol=0)
     assert our_factor == pytest.approx(factor, rel=1e-12)
@@ -281,7 +301,18 @@ def test_errors():
         (lambda: rope(q.clone().requires_grad_(), k, cos, sin, inplace=True), "records no gradient"),
         (lambda: rope(q[:1].expand(2, 5, 3, 8), k, cos, sin, inplace=True), "expanded"),
         (lambda: rope(q, k, cos.clone().requires_grad_(), sin), "cos is not differentiable"),
-        (lambda: rope_tables(8, 4, scaling=dict(rope_type="longrope")), "'longrope' is not supported"),
+        (lambda: rope_tables(8, 4, scaling=dict(rope_type="spiral")), "'spiral' is not supported"),
+        (lambda: rope_tables(8, 4, scaling=dict(rope_type="longrope")), "needs short_factor, long_factor"),
+        (
+            lambda: rope_tables(
+                8,
+                4,
+                scaling=dict(
+                    rope_type="longrope", short_factor=[1.0], long_factor=[1.0], original_max_position_embeddings=4
+                ),
+            ),
+            "short_factor must hold 4 numbers; got 1",
+        ),
         (lambda: rope_tables(8, 4, scaling=dict(rope_type="llama3", factor=2.0)), "needs low_freq_factor, high_freq"),
         (lambda: rope_tables(7, 4), "even and positive; got 7"),
     ]:
@@ -293,7 +324,8 @@ def test_errors():
     "old,new,case",
     [
         ("s = -s", "s = s", "half, grouped heads"),
-        ("second = first + 1 if INTERLEAVED", "second = first + 2 if INTERLEAVED", "interleaved"),
+        ("tl.join(a * c - b * s, b * c + a * s)", "tl.join(a * c - b * s, b * c - a * s)", "interleaved"),
+        ("second = first + half", "second = first + half - 1", "half, grouped heads"),
         ("for start in range(0, H, HEADS)", "for start in range(0, HEADS, HEADS)", "more heads than a block"),
         ("if REST:", "if False:", "partial"),
         (".to(tl.int64) if HAS_POSITIONS else t", ".to(tl.int64) * 0 + t if HAS_POSITIONS else t", "packed, positions"),

@@ -14,16 +14,26 @@ TILE = 2048  # pairs held at once
 
 @triton.jit
 def _turn_heads(
-    out_ptr, x_ptr, out_stride_h, out_stride_d, stride_h, stride_d, H, D, first, second, c, s, half, live,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+    out_ptr, x_ptr, out_stride_h, out_stride_d, stride_h, stride_d, H, D, c, s, half,
+    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     for start in range(0, H, HEADS):
         h = (start + tl.arange(0, HEADS).to(tl.int64))[:, None]
-        mask = (h < H) & live
-        a = tl.load(x_ptr + h * stride_h + first * stride_d, mask=mask, other=0.0).to(tl.float32)
-        b = tl.load(x_ptr + h * stride_h + second * stride_d, mask=mask, other=0.0).to(tl.float32)
-        tl.store(out_ptr + h * out_stride_h + first * out_stride_d, a * c - b * s, mask=mask)
-        tl.store(out_ptr + h * out_stride_h + second * out_stride_d, b * c + a * s, mask=mask)
+        if INTERLEAVED:  # pairs are loaded as they lie, so that neighbours come in one access
+            d = tl.arange(0, 2 * BLOCK).to(tl.int64)[None, :]
+            mask = (h < H) & (d < 2 * half)
+            pairs = tl.load(x_ptr + h * stride_h + d * stride_d, mask=mask, other=0.0).to(tl.float32)
+            a, b = tl.split(tl.reshape(pairs, [HEADS, BLOCK, 2]))
+            pairs = tl.reshape(tl.join(a * c - b * s, b * c + a * s), [HEADS, 2 * BLOCK])
+            tl.store(out_ptr + h * out_stride_h + d * out_stride_d, pairs, mask=mask)
+        else:
+            first = tl.arange(0, BLOCK).to(tl.int64)[None, :]
+            second = first + half
+            mask = (h < H) & (first < half)
+            a = tl.load(x_ptr + h * stride_h + first * stride_d, mask=mask, other=0.0).to(tl.float32)
+            b = tl.load(x_ptr + h * stride_h + second * stride_d, mask=mask, other=0.0).to(tl.float32)
+            tl.store(out_ptr + h * out_stride_h + first * out_stride_d, a * c - b * s, mask=mask)
+            tl.store(out_ptr + h * out_stride_h + second * out_stride_d, b * c + a * s, mask=mask)
         if REST:
             for column in range(2 * half, D, BLOCK):
                 d = (column + tl.arange(0, BLOCK).to(tl.int64))[None, :]
@@ -49,16 +59,14 @@ def _rope(
     s = tl.load(sin_ptr + p * sin_p + i * sin_i, mask=live & inside, other=float("nan"))
     if TRANSPOSE:
         s = -s
-    first = 2 * i if INTERLEAVED else i
-    second = first + 1 if INTERLEAVED else i + half
     _turn_heads(
         q_out_ptr + b * qo_b + t * qo_t, q_ptr + b * q_b + t * q_t, qo_h, qo_d, q_h, q_d, H, Dq,
-        first, second, c, s, half, live, HEADS, BLOCK, REST_Q,
+        c, s, half, INTERLEAVED, HEADS, BLOCK, REST_Q,
     )  # fmt: skip
     if HAS_K:
         _turn_heads(
             k_out_ptr + b * ko_b + t * ko_t, k_ptr + b * k_b + t * k_t, ko_h, ko_d, k_h, k_d, K, Dk,
-            first, second, c, s, half, live, HEADS, BLOCK, REST_K,
+            c, s, half, INTERLEAVED, HEADS, BLOCK, REST_K,
         )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
 
 def rope_tables(
@@ -23,19 +23,20 @@ def rope_tables(
     Args:
         head_dim: D. R = int(D * partial_rotary_factor), the whole of D unless `scaling` says otherwise.
         max_position: rows of the tables. It also stands for the model's max_position_embeddings where `scaling` lacks
-            original_max_position_embeddings or factor, and for the sequence length that dynamic scaling adapts to.
+            original_max_position_embeddings or factor, and for the sequence length that dynamic and longrope adapt to.
         theta: the base; a rope_theta in `scaling` takes precedence.
         scaling: a checkpoint's rope_scaling or rope_parameters: rope_type (or type) "default", "linear", "dynamic",
-            "yarn" or "llama3" with the keys that transformers reads.
+            "yarn", "longrope", "llama3" or "proportional" with the keys that transformers reads.
         device: where the tables are made.
 
     Returns:
-        cos, sin: float32 [max_position, R / 2]. YaRN's attention factor is multiplied into both.
+        cos, sin: float32 [max_position, R / 2]. The attention factor of YaRN and LongRoPE is multiplied into both.
 
     Raises:
         ValueError: an unknown rope_type, a missing key, or an odd R, each named.
 
-    Source: Su et al. 2021 (RoFormer); Peng et al. 2023 (YaRN), sections 3.2 to 3.4; Llama 3.1's published scaling.
+    Source: Su et al. 2021 (RoFormer); Peng et al. 2023 (YaRN), sections 3.2 to 3.4; Ding et al. 2024 (LongRoPE);
+        Llama 3.1's published scaling.
     """
     inv_freq, factor = rope_frequencies(head_dim, max_position, theta=theta, scaling=scaling, device=device)
     angles = torch.arange(max_position, dtype=torch.float32, device=device).unsqueeze(-1) * inv_freq
@@ -59,7 +60,8 @@ def rope_frequencies(
     if missing:
         raise ValueError(f"rope_tables: rope_type {kind!r} needs {', '.join(missing)}")
     base = float(s.get("rope_theta") or theta)
-    R = int(head_dim * (s.get("partial_rotary_factor") or 1.0))
+    part = s.get("partial_rotary_factor") or 1.0
+    R = head_dim if kind == "proportional" else int(head_dim * part)
     if R < 2 or R % 2:
         raise ValueError(f"rope_tables: the rotary dim must be even and positive; got {R} of head dim {head_dim}")
     original = s.get("original_max_position_embeddings") or max_position
@@ -71,6 +73,11 @@ def rope_frequencies(
         return inv_freq / s["factor"], 1.0
     if kind == "llama3":
         return _llama3(inv_freq, original, s), 1.0
+    if kind == "proportional":  # frequencies of the whole head, of which the slowest stand still
+        turning = torch.arange(R // 2, device=device) < int(part * head_dim // 2)
+        return inv_freq * turning / (s.get("factor") or 1.0), 1.0
+    if kind == "longrope":
+        return _longrope(inv_freq, original, max_position, s)
     if kind == "yarn":
         return _yarn(inv_freq, original, base, s.get("factor") or max_position / original, s)
     return inv_freq, 1.0
@@ -81,6 +88,8 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "dynamic": ("factor",),
     "yarn": (),
+    "proportional": (),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
 
@@ -91,6 +100,18 @@ def _llama3(inv_freq: Tensor, original: int, s: Mapping[str, Any]) -> Tensor:
     turns = original * inv_freq / (2 * math.pi)  # full turns over the original context
     blend = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - blend) * inv_freq / s["factor"] + blend * inv_freq
+
+
+def _longrope(inv_freq: Tensor, original: int, max_position: int, s: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """Each frequency divided by its own factor, one list up to the original context and another beyond it."""
+    name = "long_factor" if max_position > original else "short_factor"
+    divisors = torch.tensor(s[name], dtype=torch.float32, device=inv_freq.device)
+    if divisors.shape != inv_freq.shape:
+        raise ValueError(f"rope_tables: {name} must hold {len(inv_freq)} numbers; got {divisors.numel()}")
+    factor, scale = s.get("factor") or max_position / original, s.get("attention_factor")
+    if scale is None:
+        scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return inv_freq / divisors, float(scale)
 
 
 def _yarn(inv_freq: Tensor, original: int, base: float, factor: float, s: Mapping[str, Any]) -> tuple[Tensor, float]:
