@@ -1,4 +1,4 @@
-"""Contracts A5.1, A5.2 and A5.7: softmax's gradient and padding at the left on rows that lie apart, one predicate of gradients."""
+"""Contracts A5.1, A5.2, A5.7: softmax's gradient and padding at the left on rows apart; what has a gradient."""
 
 import pytest
 import support
@@ -55,7 +55,7 @@ def test_left_padding(device, name, dim):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("impl", [None, "materialized"])
 def test_attention_of_a_batch_padded_at_the_left(device, impl):
-    """q, k, v are rows of one wider tensor; each sequence gives what it gives alone, padding gets no gradient at all."""
+    """q, k, v are rows of one wider tensor; each sequence gives what it gives alone, padding no gradient."""
     pads, T, H, D = (0, 3, 6), 9, 2, 16
     fused = torch.randn(len(pads), T, H, 3 * D, device=device.torch_device).requires_grad_()
     bias = torch.zeros(len(pads), 1, T, T, device=fused.device)
@@ -92,7 +92,8 @@ def test_one_predicate_says_what_has_a_gradient():
     names = {n for n in _contract.TABLE if not n.endswith(("_bwd", "_fwd_bwd", "_fwd_bwd_", "_scale_"))}
     without = {n for n in names if not _contract.has_backward(n, "cpu")}
     assert without == {
-        "adam_advance", "adam_norm", "adam_paged_step", "adam_step", "cached_attention_write", "nf4_dequantize", "rope_",
+        "adam_advance", "adam_norm", "adam_paged_step", "adam_step", "cached_attention_write", "nf4_dequantize",
+        "rope_",
     }  # fmt: skip
     for name in names - without:
         for device in _contract.KEYS:
