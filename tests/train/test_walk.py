@@ -8,6 +8,7 @@ from riftco.adapters import LoraSpec, apply_lora
 from riftco.functional import Cache
 from riftco.models import Decoder, DecoderConfig
 from riftco.models.rotary import Rope
+from riftco.nn import NF4Linear
 from riftco.train import read, walk, walk_runs
 from riftco.train.chunked import _Run, adjoint_bytes, chunks_of, runs_of
 
@@ -117,6 +118,31 @@ def test_it_is_the_decoders_own_loss_and_accumulates():
     both = gradients(model)
     walk(model, ids, target, chunk=5, row_weight=weight, denominator=50)
     assert compared(both, 2 * gradients(model)) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_in_float64_chunks_are_exact_to_its_last_digits(recompute):
+    model = decoder().double()
+    ids, target = row(RUN)
+    model.loss(ids[None], target[None]).backward()
+    want = gradients(model)
+    for chunk in (1, 6, RUN):
+        walk(model, ids, target, chunk=chunk, recompute=recompute)
+        assert float((gradients(model) - want).norm() / want.norm()) < 1e-13
+
+
+def test_over_a_quantised_base():
+    model = decoder()
+    for path, module in [*model.named_modules()]:
+        if isinstance(module, torch.nn.Linear) and path.startswith("model.layers."):
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, NF4Linear.from_linear(module))
+    apply_lora(model, LoraSpec(rank=4), seed=1)
+    ids, target = row(RUN)
+    model.loss(ids[None], target[None]).backward()
+    want = gradients(model)
+    walk(model, ids, target, chunk=6, recompute=True)
+    assert compared(gradients(model), want) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("what", ["surrogate", "collect"])
