@@ -10,6 +10,7 @@ import support
 import torch
 
 from riftco.functional import cross_entropy
+from riftco.kernels.cross_entropy import op
 from riftco.kernels.cross_entropy.cuda.route import plan
 
 DEVICES = support.device_params(("cpu-triton", "cuda"))
@@ -64,3 +65,17 @@ def test_compiled(capability):
         shared, spilled, widths = numbers.split()
         assert int(spilled) <= (80 if capability == 80 or "odd" in name else 0) and int(shared) <= 8192, name
         assert ("16" in widths.split(",")) == ("aligned" in name), (name, widths)
+
+
+@pytest.mark.parametrize("device", support.device_params(("cpu", "cpu-triton", "cuda")))
+@pytest.mark.parametrize("N", [0, 1, 100, 20000, (1 << 17) + 3])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_what_a_mean_divides_by(device, N, dtype):
+    """Rows with a label are counted, in as many tiles as it takes; strided, and with none left."""
+    y = torch.randint(-2, 5, (N, 2), dtype=dtype)[:, 0]
+    with device.use(), support.poisoned():
+        over, reciprocal = op.labelled(y.to(device.torch_device), 3)
+        none, _ = op.labelled(torch.full((7,), 3, dtype=dtype, device=device.torch_device), 3)
+    want = max(1, int(((y != 3) & (y >= 0)).sum()))
+    assert (over.item(), none.item()) == (want, 1) and over.dtype == reciprocal.dtype == torch.float32
+    torch.testing.assert_close(reciprocal.item(), 1 / want, rtol=1e-7, atol=0)

@@ -81,6 +81,14 @@ scale_ = define(
     spec=f"{HERE}.spec:scale_",
     launchers={"cuda": f"{HERE}.cuda:scale_"},
 )
+# what a mean needs before the fused pass, in one launch instead of PyTorch's seven
+labelled = define(
+    "cross_entropy_labelled",
+    "(Tensor target, int ignore_index) -> (Tensor, Tensor)",
+    fake=lambda target, ignore_index: tuple(target.new_empty((), dtype=torch.float32) for _ in range(2)),
+    spec=f"{HERE}.spec:labelled",
+    launchers={"cuda": f"{HERE}.cuda:labelled"},
+)
 
 
 class Metrics(NamedTuple):
@@ -120,11 +128,14 @@ class RowLosses(torch.autograd.Function):
 
 
 class SummedLoss(torch.autograd.Function):
-    """sum(loss) / over with its gradient made in the same pass, in a buffer that the first backward gives away."""
+    """sum(loss) / over with its gradient made in the same pass, in a buffer that the first backward gives away.
+
+    divisor: (over, its reciprocal), or None for the sum.
+    """
 
     @staticmethod
-    def forward(ctx, logits, target, row_weight, class_weight, over, options, metrics, inplace):
-        d_loss = None if over is None else over.reciprocal().expand(target.shape)
+    def forward(ctx, logits, target, row_weight, class_weight, divisor, options, metrics, inplace):
+        d_loss = None if divisor is None else divisor[1].expand(target.shape)
         args = (target, row_weight, class_weight, d_loss, *options, metrics)
         if inplace:
             out, d_logits = fwd_bwd_(logits, *args), logits.detach()
@@ -134,10 +145,10 @@ class SummedLoss(torch.autograd.Function):
             *out, d_logits = fwd_bwd(logits, *args)
             ctx.save_for_backward(d_logits, logits, target, row_weight, class_weight, d_loss, out[1], out[2])
         ctx.options, ctx.inplace, ctx.given = options, inplace, False
-        total = out[0].sum() if over is None else out[0].sum() / over
+        loss = out[0].sum() if divisor is None else out[0].sum() / divisor[0]
         ctx.mark_non_differentiable(*out)
         ctx.set_materialize_grads(False)
-        return total, *out
+        return loss, *out
 
     @staticmethod
     @once_differentiable
@@ -233,14 +244,13 @@ def cross_entropy(
         check_inplace(logits, reduction, return_lse, impl)
         if not _traced() and not _fused(logits):
             raise NotImplementedError(f"cross_entropy: no {logits.device.type} kernel writes inplace")
-    over = None if reduction != "mean" else denominator_of(target, class_weight, ignore_index, denominator)
     if recorded and impl is None and reduction != "none" and not return_lse and _fused(logits):
-        if isinstance(over, Tensor):
-            over = over.to(logits.device, _acc(logits))
-        elif over is not None:  # filled on the device: a copy from the host could not be captured in a CUDA graph
-            over = torch.full((), over, dtype=_acc(logits), device=logits.device)
-        total, *out = SummedLoss.apply(*tensors, over, options, return_metrics, inplace)
-        return (total, metrics_of(out, target, options)) if return_metrics else total
+        divisor = None
+        if reduction == "mean":
+            divisor = _divisor(logits, target, class_weight, ignore_index, denominator)
+        loss, *out = SummedLoss.apply(*tensors, divisor, options, return_metrics, inplace)
+        return (loss, metrics_of(out, target, options)) if return_metrics else loss
+    over = None if reduction != "mean" else denominator_of(target, class_weight, ignore_index, denominator)
     if recorded and impl is None:
         *out, lse = RowLosses.apply(*tensors, options, return_metrics, return_lse)
     else:
@@ -277,6 +287,19 @@ def denominator_of(
     inside = labelled & (target < class_weight.shape[0])
     w = torch.where(inside, class_weight[target.where(inside, 0).long()], 0.0)
     return torch.where(labelled.any(), w.sum(), 1.0)
+
+
+def _divisor(logits: Tensor, target: Tensor, class_weight: Tensor | None, ignore_index: int, denominator):
+    """What a mean divides by and its reciprocal, on the logits' device."""
+    acc = _acc(logits)
+    if denominator is None and class_weight is None and acc == torch.float32:
+        return labelled(target, ignore_index)
+    over = denominator_of(target, class_weight, ignore_index, denominator)
+    if isinstance(over, Tensor):
+        over = over.to(logits.device, acc)
+    else:  # filled on the device: a copy from the host could not be captured in a CUDA graph
+        over = torch.full((), over, dtype=acc, device=logits.device)
+    return over, over.reciprocal()
 
 
 def reduce(

@@ -125,6 +125,12 @@ def labels(target: Tensor, row_weight: Tensor | None, ignore_index: int, V: int)
     return live, target.where(live & valid, 0).long(), valid
 
 
+def labelled(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """What a mean divides by, the number of rows with a label and at least 1, and its reciprocal; float32 []."""
+    over = ((target != ignore_index) & (target >= 0)).sum().clamp(min=1).float()
+    return over, over.reciprocal()
+
+
 def forward_backward_(*args: Any) -> tuple[Tensor, ...]:
     """`forward_backward` over the logits, without returning them."""
     both: Any = forward_backward

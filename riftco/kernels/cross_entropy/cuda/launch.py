@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from ..._launch import as_rows, on
+from .. import spec
 from ..spec import no_metrics
 from . import rows as kernels
 from .route import Plan, plan
 
 LARGEST_INT = 2**31 - 1
+FEW = 1 << 17  # rows that one program counts
 
 
 class _Rows(NamedTuple):
@@ -126,6 +128,17 @@ def backward(
             R=rows.plan.R, T=rows.plan.T, E=rows.plan.E, num_warps=rows.plan.warps,
         )  # fmt: skip
     return d_logits
+
+
+def labelled(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    if target.numel() > FEW:
+        return spec.labelled(target, ignore_index)
+    over, reciprocal = (torch.empty((), dtype=torch.float32, device=target.device) for _ in range(2))
+    with on(target):
+        kernels.count_labelled[(1,)](
+            target.contiguous(), over, reciprocal, target.numel(), ignore_index, BLOCK=8192, num_warps=16
+        )
+    return over, reciprocal
 
 
 def scale_(g: Tensor, scale: Tensor) -> None:

@@ -192,6 +192,19 @@ def backward_rows(
 
 
 @triton.jit
+def count_labelled(target_ptr, over_ptr, reciprocal_ptr, N, ignore_index, BLOCK: tl.constexpr):
+    """One program: the rows with a label, at least 1, and the reciprocal."""
+    o = tl.arange(0, BLOCK)
+    count = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, N, BLOCK):
+        y = tl.load(target_ptr + start + o, mask=start + o < N, other=-1)
+        count += ((y != ignore_index) & (y >= 0)).to(tl.int32)
+    over = tl.maximum(tl.sum(count, 0), 1).to(tl.float32)
+    tl.store(over_ptr, over)
+    tl.store(reciprocal_ptr, 1 / over)
+
+
+@triton.jit
 def scale_unless_one(g_ptr, scale_ptr, n, BLOCK: tl.constexpr):
     """g *= scale; nothing is touched when the scale is exactly 1."""
     scale = tl.load(scale_ptr).to(tl.float32)
