@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from .. import __version__
-from . import data, evaluate, explain, finetune, generate, quickstart, train_tiny
+from . import data, evaluate, explain, finetune, generate, memory, quickstart, train_tiny
 
 app = typer.Typer(
     name="riftco",
@@ -34,5 +34,6 @@ app.command("finetune")(finetune.finetune)
 app.command("train-tiny")(train_tiny.train_tiny)
 app.command("evaluate")(evaluate.evaluate)
 app.command("generate")(generate.generate)
+app.command("memory")(memory.memory)
 app.command("explain")(explain.explain)
 app.add_typer(data.app, name="data")

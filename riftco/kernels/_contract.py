@@ -157,6 +157,11 @@ def _call(name: str, device: str, *args, **kwargs):
     return launcher(*args, **kwargs)
 
 
+def run(op: torch._ops.OpOverload, device: str, *args, **kwargs):
+    """What `op` does on `device`, below the dispatcher: for tools that look inside of it."""
+    return _call(op._schema.name.removeprefix("riftco::"), device, *args, **kwargs)
+
+
 def _dtype_of(args: tuple) -> torch.dtype:
     """float64 if any tensor argument is float64, else float32: all that choose() distinguishes."""
     for arg in args:
