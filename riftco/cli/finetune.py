@@ -52,7 +52,7 @@ def finetune(
     device: Annotated[str | None, Opt("--device", help="auto (default), cpu, cuda, cuda:N or mps.")] = None,
     dtype: Annotated[str | None, Opt("--dtype", help="auto (default), fp32 or bf16.")] = None,
     activation_checkpointing: Annotated[
-        str | None, Opt("--activation-checkpointing", help="disabled (default), or block: less memory, more time.")
+        str | None, Opt("--activation-checkpointing", help="disabled (default), selective or block: ever less memory.")
     ] = None,
     attention: Annotated[
         str | None, Opt("--attention", help="flash (default), or materialized: quadratic memory, for comparison.")

@@ -181,7 +181,7 @@ class MemoryTrace:
         storage = self._find(tensor)
         if storage is not None:
             module = self._modules[-1] if self._modules else ""
-            line = place() + (f" @ {general(module)}" if module else "")
+            line = (place() or "code without a file") + (f" @ {general(module)}" if module else "")
             self.clock += 1
             entry = [line, self.clock, None]
             storage.saves.append(entry)

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from ..functional import attention, describe_head, rope, sliced_head_loss, swiglu
 from ..nn import Embedding, RMSNorm
@@ -20,7 +20,7 @@ from .errors import ModelError
 from .kv_cache import KVCache
 from .rotary import Rotary, Rotation
 
-ACTIVATION_CHECKPOINTING = ("disabled", "block")
+ACTIVATION_CHECKPOINTING = ("disabled", "block", "selective")
 ATTENTION = ("flash", "materialized")
 
 
@@ -121,8 +121,9 @@ class Decoder(nn.Module):
 
     Args:
         config: shape and options.
-        activation_checkpointing: "disabled", or "block": keep only each block's input and run the block again in the
-            backward. Results are equal. May be set on the model later.
+        activation_checkpointing: "disabled"; "block": keep only each block's input and run the block again in the
+            backward; or "selective": keep what attention returned too (out and lse), which is then not run again.
+            Results are equal. May be set on the model later.
         attention: "flash", linear in memory, or "materialized", which keeps the probabilities [B, H, T, T] of every
             layer for the backward. Results are equal up to rounding. May be set on the model later.
 
@@ -209,10 +210,11 @@ class Decoder(nn.Module):
                 positions = positions + kv_cache.length
         rotation = self.rotary(positions)
         x = self.model.embed_tokens(input_ids)
-        replay = self.activation_checkpointing == "block" and torch.is_grad_enabled()
+        replay = self.activation_checkpointing != "disabled" and torch.is_grad_enabled()
+        kept = _keep_attention if self.activation_checkpointing == "selective" else noop_context_fn
         for layer in self.model.layers:
             if replay:
-                x = checkpoint(layer, x, rotation, packing, use_reentrant=False)
+                x = checkpoint(layer, x, rotation, packing, use_reentrant=False, context_fn=kept)
             else:
                 x = layer(x, rotation, packing, kv_cache)
         if kv_cache is not None:
@@ -278,6 +280,10 @@ class Decoder(nn.Module):
 
 def too_long(n_tokens: int, config: DecoderConfig) -> str:
     return f"a context of {n_tokens} tokens is longer than this model's {config.max_position_embeddings}"
+
+
+def _keep_attention():
+    return create_selective_checkpoint_contexts([torch.ops.riftco.attention_fwd.default])
 
 
 def _initialise(module: nn.Module) -> None:

@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from tiny_models import FAMILIES, hf_model
 
+from riftco.kernels import _contract
+from riftco.memory import MemoryTrace
 from riftco.models.config import DecoderConfig
 from riftco.models.decoder import Decoder
 from riftco.models.errors import ModelError
@@ -129,7 +131,7 @@ def test_checkpointed_blocks_give_equal_losses_and_gradients():
     runs = []
     calls = []
     hook = decoder.model.layers[1].register_forward_pre_hook(lambda *a: calls.append(1))
-    for mode in ("disabled", "block"):
+    for mode in ("disabled", "block", "selective"):
         decoder.activation_checkpointing = mode
         decoder.zero_grad()
         calls.clear()
@@ -137,11 +139,39 @@ def test_checkpointed_blocks_give_equal_losses_and_gradients():
         loss.backward()
         runs.append((loss.detach(), [p.grad for p in decoder.parameters()], len(calls)))
     hook.remove()
-    assert runs[0][2] == 1 and runs[1][2] == 2  # the block ran again
-    assert torch.equal(runs[0][0], runs[1][0])
-    assert all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1]))
-    with pytest.raises(ModelError, match="activation_checkpointing must be one of disabled, block; got 'selective'"):
-        decoder.activation_checkpointing = "selective"
+    assert [r[2] for r in runs] == [1, 2, 2]  # the block ran again
+    for run in runs[1:]:
+        assert torch.equal(runs[0][0], run[0])
+        assert all(torch.equal(a, b) for a, b in zip(runs[0][1], run[1]))
+    with pytest.raises(ModelError, match="must be one of disabled, block, selective; got 'some'"):
+        decoder.activation_checkpointing = "some"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_selective_checkpointing_does_not_run_attention_again(packed, monkeypatch):
+    """It keeps each layer's input and attention's out and lse, no more; the loss and gradients are the same bits."""
+    decoder = from_transformers(hf_model("llama"))
+    ids = torch.randint(0, 160, (96,))
+    where = {"cu_seqlens": torch.tensor([0, 40, 96], dtype=torch.int32)} if packed else {}
+    calls, choose = [], _contract.choose
+    monkeypatch.setattr(_contract, "choose", lambda name, *rest: (calls.append(name), choose(name, *rest))[1])
+    ran, kept, gradients = [], [], []
+    for mode in ("disabled", "block", "selective"):
+        decoder.activation_checkpointing = mode
+        decoder.zero_grad()
+        trace = MemoryTrace(decoder)
+        with trace:
+            loss = decoder.hidden(*((ids,) if packed else (ids[None],)), **where).square().mean()
+            kept.append(trace.bytes)
+            loss.backward()
+        ran.append(calls.count("attention_fwd"))
+        calls.clear()
+        gradients.append([p.grad for p in decoder.parameters() if p.grad is not None])
+    layers, out_and_lse = len(decoder.model.layers), 96 * 64 * 4 + 96 * 4 * 4
+    assert kept[2] - kept[1] == layers * out_and_lse and kept[2] < kept[0]
+    assert ran == [layers, 2 * layers, layers]
+    for other in gradients[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(gradients[0], other))
 
 
 def test_materialized_attention_is_flash_attention():
