@@ -182,13 +182,32 @@ def _update(
 
 
 @triton.jit
-def _encode(codes_ptr, scales_ptr, bounds_ptr, x, e, blocks, some, live, WHOLE: tl.constexpr):
+def _guess(ratio, SIGNED: tl.constexpr):
+    """The code of a ratio in [-1, 1] by the map's formula, off by at most one: its decade, its place in the decade."""
+    size = tl.abs(ratio)
+    decade = tl.ceil(tl.log2(tl.maximum(size, 1e-30)) * 0.30103) + 6.0
+    decade = tl.minimum(tl.maximum(decade, 0.0), 6.0)
+    values = 1 << decade.to(tl.int32)
+    if not SIGNED:
+        values *= 2
+    place = ((size * tl.exp2((6.0 - decade) * 3.3219281) - 0.1) * (values.to(tl.float32) / 0.9)).to(tl.int32)
+    place = values + tl.minimum(tl.maximum(place, 0), values - 1)
+    if SIGNED:
+        code = tl.where(ratio < 0, 127 - place, 127 + place)
+    else:
+        code = place - 1
+    return tl.minimum(tl.maximum(code, 1), 254)
+
+
+@triton.jit
+def _encode(codes_ptr, scales_ptr, bounds_ptr, x, e, blocks, some, live, SIGNED: tl.constexpr, WHOLE: tl.constexpr):
     """Store the codes of the nearest values of x / its row's largest magnitude, and that."""
     largest = tl.max(tl.abs(x), 1)
     ratio = x / tl.where(largest > 0, largest, 1.0)[:, None]
-    code = tl.zeros_like(e).to(tl.int32)
-    for bit in tl.static_range(8):  # how many of the 255 points halfway between the values lie below
-        code += tl.where(tl.load(bounds_ptr + code + ((128 >> bit) - 1)) < ratio, 128 >> bit, 0)
+    guess = _guess(ratio, SIGNED)
+    # exact: as many as of the 255 points halfway between the values lie below
+    above = (tl.load(bounds_ptr + guess) < ratio).to(tl.int32)
+    code = guess + above - (tl.load(bounds_ptr + guess - 1) >= ratio).to(tl.int32)
     _store(codes_ptr + e, code.to(tl.uint8), live, WHOLE)
     tl.store(scales_ptr + blocks, largest, mask=some)
 
@@ -223,8 +242,8 @@ def _coded_tile(
         p, g, m, v, lr, rate, root2, one_minus_beta1, beta2, one_minus_beta2, eps, weight_decay, DECOUPLED
     )
     _store(p_ptr + e, p, live, WHOLE)
-    _encode(m_ptr, m_scales, signed_bounds, tl.where(live, m, 0.0), e, blocks, some, live, WHOLE)
-    _encode(v_ptr, v_scales, unsigned_bounds, tl.where(live, v, 0.0), e, blocks, some, live, WHOLE)
+    _encode(m_ptr, m_scales, signed_bounds, tl.where(live, m, 0.0), e, blocks, some, live, True, WHOLE)
+    _encode(v_ptr, v_scales, unsigned_bounds, tl.where(live, v, 0.0), e, blocks, some, live, False, WHOLE)
 
 
 @triton.jit

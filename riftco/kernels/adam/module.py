@@ -1,7 +1,7 @@
 """The optimizer around the Adam ops: torch's interface and state_dict."""
 
 from collections.abc import Callable, Iterable
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -142,16 +142,15 @@ class Adam(torch.optim.Optimizer):
 
     def _update(self, updates, pool: Pool, slabs, starts) -> None:
         """The updates of all elements whose pages lie in these slabs."""
-        low, high = starts[0], starts[-1] + pool.pages_in(slabs[-1])
+        low, high, page_size = starts[0], starts[-1] + pool.pages_in(slabs[-1]), self.page_size
         for params, options in updates:
-            some = [
-                p
-                for p in params
-                if self._pool(p) is pool and p.numel() and self.state[p]["page"] < high
-                and self.state[p]["page"] + -(-p.numel() // self.page_size) > low
-            ]  # fmt: skip
+            states = [self.state[p] for p in params if self._pool(p) is pool]
+            some = [p for p in params if self._pool(p) is pool]
+            if low > 0 or high < pool.pages:  # only some of the pool's pages
+                ends = [s["page"] + -(-p.numel() // page_size) for s, p in zip(states, some)]
+                near = [s["page"] < high and end > low for s, end in zip(states, ends)]
+                states, some = list(compress(states, near)), list(compress(some, near))
             if some:
-                states = [self.state[p] for p in some]
                 firsts, count = ([s[key] for s in states] for key in ("page", "step"))
                 op.paged_step(
                     some, [p.grad for p in some], list(slabs), list(starts), firsts, self.page_size, count, *options
@@ -159,11 +158,10 @@ class Adam(torch.optim.Optimizer):
 
     def _fetch(self, params: list[Tensor]) -> list[tuple[Pool, int]]:
         """(pool, slab) of what lies in host memory and is needed now; the first ones are on their way."""
+        if not any(any(pool.hosted) for pool in self.pools.values()):
+            return []
         needed = dict.fromkeys(
-            (self._pool(p), at)
-            for p in params
-            if self.form != "contiguous"
-            for at in self._pool(p).touched(self.state[p]["page"], p.numel())
+            (self._pool(p), at) for p in params for at in self._pool(p).touched(self.state[p]["page"], p.numel())
         )
         hosted = [(pool, at) for pool, at in needed if pool.hosted[at]]
         if hosted:
