@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ..functional import attention, describe_head, rope, sliced_head_loss, swiglu
 from ..nn import Embedding, RMSNorm
@@ -211,10 +211,11 @@ class Decoder(nn.Module):
         rotation = self.rotary(positions)
         x = self.model.embed_tokens(input_ids)
         replay = self.activation_checkpointing != "disabled" and torch.is_grad_enabled()
-        kept = _keep_attention if self.activation_checkpointing == "selective" else noop_context_fn
         for layer in self.model.layers:
-            if replay:
-                x = checkpoint(layer, x, rotation, packing, use_reentrant=False, context_fn=kept)
+            if replay and self.activation_checkpointing == "selective":
+                x = checkpoint(layer, x, rotation, packing, use_reentrant=False, context_fn=_keep_attention)
+            elif replay:
+                x = checkpoint(layer, x, rotation, packing, use_reentrant=False)
             else:
                 x = layer(x, rotation, packing, kv_cache)
         if kv_cache is not None:

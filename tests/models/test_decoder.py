@@ -247,7 +247,7 @@ def test_int32_ids_and_given_positions():
     assert (spread - want).abs().max() > 0.05
 
 
-@pytest.mark.parametrize("mode", ["disabled", "block"])
+@pytest.mark.parametrize("mode", ["disabled", "block", "selective"])
 def test_a_packed_loss_compiles_as_one_graph(mode):
     decoder = from_transformers(hf_model("qwen3"), activation_checkpointing=mode)
     weight = decoder.model.layers[0].mlp.up_proj.weight
