@@ -37,7 +37,7 @@ from .kernels.linear_cross_entropy import (
     sliced_head_loss,
     torch_linear_cross_entropy,
 )
-from .kernels.lora_linear.op import lora_linear
+from .kernels.lora_linear.op import lora_linear, lora_linear_group
 from .kernels.nf4.op import dequantize_nf4, nf4_linear
 from .kernels.nf4.quantize import quantize_nf4
 from .kernels.nf4.weight import NF4Weight
@@ -77,6 +77,7 @@ __all__ = [
     "liger_fused_linear_cross_entropy",
     "linear_cross_entropy",
     "lora_linear",
+    "lora_linear_group",
     "nf4_linear",
     "per_token_logprobs",
     "quantize_nf4",

@@ -45,21 +45,26 @@ def recorded() -> Iterator[list[tuple[JITFunction, dict, dict]]]:
 def compiled(kernel: JITFunction, arguments: dict, options: dict, capability: int):
     """Triton's compiled kernel, specialised as the launch itself would be."""
     signature, constants, attributes = {}, {}, {}
-    for at, p in enumerate(kernel.params):
-        value = arguments[p.name]
+
+    def described(value, path: tuple[int, ...], p):
         specialised = not p.do_not_specialize
         if p.is_constexpr or value is None or (type(value) is int and value == 1 and specialised):
-            signature[p.name], constants[p.name] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[p.name] = "*" + TYPES[value.dtype]
+            constants[path] = value
+            return "constexpr"
+        if isinstance(value, tuple):
+            return tuple(described(part, (*path, i), p) for i, part in enumerate(value))
+        if isinstance(value, torch.Tensor):
             if value.data_ptr() % 16 == 0:
-                attributes[(at,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, float):
-            signature[p.name] = "fp32"
-        else:
-            signature[p.name] = "i32" if abs(value) < 1 << 31 else "i64"
-            if value % 16 == 0 and specialised:
-                attributes[(at,)] = [["tt.divisibility", 16]]
+                attributes[path] = [["tt.divisibility", 16]]
+            return "*" + TYPES[value.dtype]
+        if isinstance(value, float):
+            return "fp32"
+        if value % 16 == 0 and specialised:
+            attributes[path] = [["tt.divisibility", 16]]
+        return "i32" if abs(value) < 1 << 31 else "i64"
+
+    for at, p in enumerate(kernel.params):
+        signature[p.name] = described(arguments[p.name], (at,), p)
     source = ASTSource(kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 

@@ -11,6 +11,7 @@ import torch
 
 from .. import nn
 
+Linear = torch.nn.Linear | nn.NF4Linear | nn.GGUFLinear
 HEAD = "lm_head"  # what "all-linear" leaves out, as PEFT does
 
 
@@ -28,6 +29,7 @@ class LoraSpec:
         target_modules: "all-linear" (every linear layer but the head), a regular expression that must match a
             module's whole name, or a tuple of name endings ("q_proj", "layers.0.mlp.up_proj").
         dropout: probability of dropping an input element of the adapter while training.
+        use_dora: each output feature's length is learnt apart from its direction (DoRA).
         rank_pattern, alpha_pattern: exceptions by name ending or regular expression.
     """
 
@@ -36,6 +38,7 @@ class LoraSpec:
     target_modules: str | tuple[str, ...] = "all-linear"
     dropout: float = 0.0
     use_rslora: bool = False
+    use_dora: bool = False
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
 
@@ -91,11 +94,13 @@ def adapted(model: torch.nn.Module) -> dict[str, nn.LoRALinear]:
     return {name: m for name, m in model.named_modules() if isinstance(m, nn.LoRALinear)}
 
 
-def layers_to_adapt(model: torch.nn.Module, spec: LoraSpec) -> dict[str, torch.nn.Linear | nn.NF4Linear]:
+def layers_to_adapt(
+    model: torch.nn.Module, spec: LoraSpec
+) -> dict[str, torch.nn.Linear | nn.NF4Linear | nn.GGUFLinear]:
     """Name -> linear layer of `model` that `spec` names; refuses an adapted model, and a spec that names nothing."""
     if adapted(model):
         raise AdapterError("the model already carries an adapter; load the base model again")
-    linear = {n: m for n, m in model.named_modules() if isinstance(m, (torch.nn.Linear, nn.NF4Linear))}
+    linear = {n: m for n, m in model.named_modules() if isinstance(m, (torch.nn.Linear, nn.NF4Linear, nn.GGUFLinear))}
     targets = {n: m for n, m in linear.items() if spec.targets(n)}
     if not targets:
         endings = sorted({n.rpartition(".")[2] for n in linear})
@@ -109,7 +114,7 @@ def apply_lora(model: torch.nn.Module, spec: LoraSpec, *, seed: int | None = Non
     """Freeze `model` and put a fresh adapter (B = 0: the outputs stay as they are) on the layers that `spec` names.
 
     Args:
-        model: any module whose linear layers are torch.nn.Linear or riftco.nn.NF4Linear; changed in place.
+        model: any module whose linear layers are torch.nn.Linear or riftco.nn's NF4Linear, GGUFLinear; changed.
         spec: what to adapt and how.
         seed: of the adapter's initial values; None draws from the global generator.
 
@@ -126,9 +131,8 @@ def apply_lora(model: torch.nn.Module, spec: LoraSpec, *, seed: int | None = Non
         if seed is not None:
             torch.manual_seed(seed)
         for name, linear in targets.items():
-            layer = nn.LoRALinear(
-                linear, spec.rank_of(name), spec.alpha_of(name), dropout=spec.dropout, use_rslora=spec.use_rslora
-            )
+            options: dict = dict(dropout=spec.dropout, use_rslora=spec.use_rslora, use_dora=spec.use_dora)
+            layer = nn.LoRALinear(linear, spec.rank_of(name), spec.alpha_of(name), **options)
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, layer)
     return list(targets)

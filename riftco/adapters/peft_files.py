@@ -20,7 +20,6 @@ NOTE = "riftco.json"  # beside PEFT's files, which have no place for it
 PREFIX = "base_model.model."
 # Settings that change the arithmetic and are not supported: refused unless they hold the value that means "off".
 UNSUPPORTED: dict[str, tuple] = {
-    "use_dora": (False, None),
     "bias": ("none", None),
     "lora_bias": (False, None),
     "modules_to_save": (None, []),
@@ -40,14 +39,20 @@ UNSUPPORTED: dict[str, tuple] = {
 
 def adapter_state(model: torch.nn.Module) -> dict[str, Tensor]:
     """PEFT's key -> tensor (contiguous, on the CPU) of every adapted layer."""
-    state = {}
-    for name, layer in adapted(model).items():
-        for part in ("lora_A", "lora_B"):
-            weight = getattr(layer, part).weight
-            state[f"{PREFIX}{name}.{part}.weight"] = weight.detach().to("cpu").contiguous()
+    state = {key: p.detach().to("cpu").contiguous() for key, p in _parameters(model).items()}
     if not state:
         raise AdapterError("the model carries no adapter; call apply_lora first")
     return state
+
+
+def _parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """PEFT's key -> parameter of every adapted layer: its own names, as LoRALinear carries PEFT's."""
+    return {
+        f"{PREFIX}{name}.{part}": p
+        for name, layer in adapted(model).items()
+        for part, p in layer.named_parameters()
+        if part.startswith("lora_")
+    }
 
 
 def peft_config(spec: LoraSpec, base: str) -> dict[str, Any]:
@@ -64,7 +69,7 @@ def peft_config(spec: LoraSpec, base: str) -> dict[str, Any]:
         "rank_pattern": dict(spec.rank_pattern),
         "alpha_pattern": dict(spec.alpha_pattern),
         "use_rslora": spec.use_rslora,
-        "use_dora": False,
+        "use_dora": spec.use_dora,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
@@ -141,6 +146,7 @@ def read_spec(folder: str | os.PathLike) -> LoraSpec:
         target_modules=tuple(targets) if isinstance(targets, list) else targets,
         dropout=config.get("lora_dropout") or 0.0,
         use_rslora=bool(config.get("use_rslora")),
+        use_dora=bool(config.get("use_dora")),
         rank_pattern=config.get("rank_pattern") or {},
         alpha_pattern=config.get("alpha_pattern") or {},
     )
@@ -148,11 +154,7 @@ def read_spec(folder: str | os.PathLike) -> LoraSpec:
 
 def load_adapter_state(model: torch.nn.Module, state: Mapping[str, Tensor], source: str) -> None:
     """Copy PEFT-keyed tensors into an adapted model: every tensor must be used, and every layer must be served."""
-    want = {
-        f"{PREFIX}{name}.{part}.weight": getattr(layer, part).weight
-        for name, layer in adapted(model).items()
-        for part in ("lora_A", "lora_B")
-    }
+    want = _parameters(model)
     _check(state, {k: tuple(p.shape) for k, p in want.items()}, source)
     with torch.no_grad():
         for key, parameter in want.items():
@@ -187,6 +189,8 @@ def load_adapter(model: torch.nn.Module, folder: str | os.PathLike) -> LoraSpec:
         rank = spec.rank_of(name)
         shapes[f"{PREFIX}{name}.lora_A.weight"] = (rank, layer.in_features)
         shapes[f"{PREFIX}{name}.lora_B.weight"] = (layer.out_features, rank)
+        if spec.use_dora:
+            shapes[f"{PREFIX}{name}.lora_magnitude_vector"] = (layer.out_features,)
     _check(state, shapes, str(file))
     apply_lora(model, spec)
     load_adapter_state(model, state, str(file))

@@ -150,6 +150,16 @@ def load(path: str) -> Callable:
     return getattr(importlib.import_module(module), attr)
 
 
+def launcher(name: str, t: Tensor) -> Callable:
+    """What serves op `name` for tensors like `t`: for the launchers of ops that contain another op."""
+    return load(choose(name, t.device.type, t.dtype).path)
+
+
+def meaning(name: str, t: Tensor) -> Callable:
+    """The spec of op `name`, whatever `t` is: for the specs of ops that contain another op."""
+    return load(TABLE[name].spec)
+
+
 def _call(name: str, device: str, *args, **kwargs):
     launcher = load(choose(name, device, _dtype_of(args)).path)
     if device == "xla":

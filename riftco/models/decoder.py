@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ..functional import attention, describe_head, rope, sliced_head_loss, swiglu
-from ..nn import Embedding, RMSNorm
+from ..nn import Embedding, RMSNorm, linear_group
 from .config import DecoderConfig
 from .errors import ModelError
 from .kv_cache import KVCache
@@ -56,9 +56,8 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, rotation: Rotation, packing: Packing | None = None, cache: KVCache | Attends | None = None
     ) -> Tensor:
-        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
-        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
-        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        rows = linear_group(x, (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (row.unflatten(-1, (-1, self.head_dim)) for row in rows)
         if self.norms_qk:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotates:
@@ -88,7 +87,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(inner, C, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(swiglu(*linear_group(x, (self.gate_proj, self.up_proj))))
 
 
 class Block(nn.Module):

@@ -12,7 +12,7 @@ from ..kernels.linear_cross_entropy.module import (
     LinearCrossEntropy,
     LinearCrossEntropyLoss,
 )
-from ..kernels.lora_linear.module import LoRALinear
+from ..kernels.lora_linear.module import LoRALinear, linear_group
 from ..kernels.nf4.module import NF4Linear
 from ..kernels.rms_norm.module import RMSNorm
 from ..kernels.rope.module import RotaryEmbedding
@@ -35,4 +35,5 @@ __all__ = [
     "RMSNorm",
     "RotaryEmbedding",
     "SwiGLU",
+    "linear_group",
 ]

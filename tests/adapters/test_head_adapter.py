@@ -41,6 +41,14 @@ def test_loss_and_gradients_equal_the_unfused_ones(family):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+def test_dora_on_the_head_is_refused_by_name():
+    model = decoder("llama")
+    apply_lora(model, LoraSpec(rank=4, target_modules=("lm_head",), use_dora=True))
+    ids = torch.arange(6)[None]
+    with pytest.raises(ModelError, match="loss: the head's adapter is a DoRA"):
+        model.loss(ids, ids)
+
+
 def test_dropout_on_the_head_is_refused_by_name():
     model = decoder("llama").train()
     apply_lora(model, LoraSpec(rank=4, target_modules=("lm_head",), dropout=0.1))

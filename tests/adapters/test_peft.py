@@ -25,6 +25,8 @@ SPECS = {
     "endings": LoraSpec(rank=3, alpha=6, target_modules=("q_proj", "layers.1.mlp.down_proj")),
     "regex": LoraSpec(rank=5, alpha=5, target_modules=r".*\.(k|v)_proj", use_rslora=True),
     "patterns": LoraSpec(rank=4, alpha=8, rank_pattern={"q_proj": 2}, alpha_pattern={"layers.0.self_attn.q_proj": 1}),
+    "dora": LoraSpec(rank=4, alpha=8, use_dora=True),
+    "dora, rslora": LoraSpec(rank=3, alpha=9, target_modules=r".*(v|o|up)_proj", use_dora=True, use_rslora=True),
 }
 IDS = torch.arange(12).view(2, 6)
 
@@ -44,6 +46,8 @@ def shake(model):
         for name, p in model.named_parameters():
             if "lora_B" in name:
                 p.normal_(std=0.3)
+            if "lora_magnitude_vector" in name:
+                p.mul_(torch.rand_like(p) + 0.5)
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -66,7 +70,7 @@ def test_peft_loads_what_riftco_wrote(spec, tmp_path):
 def test_riftco_loads_what_peft_wrote(spec, tmp_path):
     targets = spec.target_modules if isinstance(spec.target_modules, str) else list(spec.target_modules)
     config = peft.LoraConfig(
-        r=spec.rank, lora_alpha=spec.alpha, target_modules=targets, use_rslora=spec.use_rslora,
+        r=spec.rank, lora_alpha=spec.alpha, target_modules=targets, use_rslora=spec.use_rslora, use_dora=spec.use_dora,
         rank_pattern=dict(spec.rank_pattern), alpha_pattern=dict(spec.alpha_pattern), task_type="CAUSAL_LM",
     )  # fmt: skip
     other = peft.get_peft_model(base(), config)
@@ -79,7 +83,7 @@ def test_riftco_loads_what_peft_wrote(spec, tmp_path):
         m(IDS, labels=IDS).loss.backward()
     mine = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     theirs = {
-        n.removeprefix("base_model.model.").replace(".default", ""): p.grad
+        n.removeprefix("base_model.model.").replace("_vector.default.weight", "_vector").replace(".default", ""): p.grad
         for n, p in other.named_parameters()
         if p.grad is not None
     }
@@ -127,7 +131,7 @@ def test_refusals(tmp_path):
     save_adapter(model, spec, tmp_path)
     assert sorted(f.name for f in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     config = json.loads((tmp_path / "adapter_config.json").read_text())
-    for key, value in (("use_dora", True), ("modules_to_save", ["lm_head"]), ("peft_type", "IA3"), ("bias", "all")):
+    for key, value in (("use_qalora", True), ("modules_to_save", ["lm_head"]), ("peft_type", "IA3"), ("bias", "all")):
         (tmp_path / "adapter_config.json").write_text(json.dumps({**config, key: value}))
         with pytest.raises(AdapterError, match=key):
             load_adapter(base(), tmp_path)

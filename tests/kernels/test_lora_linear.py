@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from riftco import nn
 from riftco.functional import dequantize_nf4, lora_linear, nf4_linear, quantize_nf4
-from riftco.kernels.lora_linear import cases, cpu, op
+from riftco.kernels.lora_linear import cases, cpu, dropout, op, spec
 
 DEVICES = support.device_params(("cpu", "cpu-triton", "mps-emulated", "cuda"))
 KERNELS = support.device_params(("cpu", "cpu-triton", "cuda"))
@@ -199,7 +199,8 @@ def test_dropout(device):
         everything = run(1, dropout_p=1.0)
         assert torch.equal(everything[0], F.linear(x, w)) and not everything[2].any() and not everything[3].any()
         torch.manual_seed(1)
-        keep = torch.rand(x.shape, device=x.device) >= 0.5
+        seed = torch.randint(1 << 62, (1,), device=x.device)
+        keep = dropout.keep(seed, torch.arange(M, device=x.device), C, 0.5)
         torch.testing.assert_close(first[0], F.linear(x, w) + 0.5 * ((x * keep * 2) @ a.t() @ b.t()))
         mean = torch.stack([run(s, dropout_p=0.3)[0] for s in range(200 if device.name == "cpu" else 3)]).mean(0)
         if device.name == "cpu":
@@ -240,24 +241,25 @@ def test_saved_tensors(nf4):
 def test_frozen_gradients_are_empty():
     x, w, a, b, _ = tensors()
     xa = x @ a.t()
-    for launcher in (cpu.backward, cases.spec.backward):
-        out = launcher(torch.randn(M, N), x, w, None, 0, a, b, xa, 1.0, None, 0.0, None, False, False, True, False)
-        assert [t.numel() for t in out] == [0, 0, R * C, 0]
+    needs = (False, [False], True, False)
+    for launcher in (cpu.backward, spec.backward):
+        d_y, base, dropped = [torch.randn(M, N)], (["dense"], [w], []), (None, 0.0, None)
+        d_x, (d_w,), flat = launcher(d_y, x, *base, [a], [b], xa, [1.0], *dropped, *needs)
+        assert [t.numel() for t in (d_x, d_w, flat)] == [0, 0, R * C]
 
 
 def test_opcheck():
     for nf4 in (False, True):
         x, w, a, b, bias = tensors(nf4=nf4)
-        base = (w.codes, w.scale, 64) if nf4 else (w, None, 0)
-        keep = torch.rand(M, C) > 0.5
-        xa = x @ a.t()
-        for mask, rows in ((None, None), (keep, torch.tensor([1, 5]))):
-            torch.library.opcheck(op.fwd, (x, *base, bias, a, b, 0.5, mask, 0.5, rows))
-            part = xa if rows is None else xa[rows]
-            torch.library.opcheck(
-                op.bwd,
-                (torch.randn(M, N), x, *base, a, b, part, 0.5, mask, 0.5, rows, True, not nf4, True, True),
-            )
+        base = (["nf4_linear"] * 2, [w.codes, w.scale] * 2, [N, C, 64] * 2) if nf4 else (["dense"] * 2, [w, w], [])
+        seed = torch.tensor([5])
+        for seeds, rows in ((None, None), (seed, torch.tensor([1, 5]))):
+            args, drop = ([a, a[:2]], [b, b[:, :2]]), (seeds, 0.5, rows)
+            torch.library.opcheck(op.fwd, (x, *base, [bias, None], *args, [0.5, 2.0], *drop))
+            xa = op.fwd(x, *base, [bias, None], *args, [0.5, 2.0], *drop)[1]
+            for needs in ((True, [not nf4, False], True, True), (False, [False, False], False, True)):
+                d_ys = [torch.randn(M, N), torch.randn(M, N)]
+                torch.library.opcheck(op.bwd, (d_ys, x, *base, *args, xa, [0.5, 2.0], *drop, *needs))
 
 
 @pytest.mark.parametrize("dynamic,nf4", [(False, True), (True, False)])
@@ -433,30 +435,52 @@ def test_errors(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "old,new,case",
+    "module,old,new,case",
     [
-        ("acc * factor, mask=(m < M)", "acc, mask=(m < M)", "dropout"),
-        ("        acc += dot(xa, w)", "        acc = dot(xa, w)", "several tiles"),
-        ("    acc *= factor\n", "", "rank 1"),
-        ("at = row[:, None] * N + n[None, :]", "at = m[:, None] * N + n[None, :]", "rows"),
-        ("        acc = tl.where(tl.load(keep_ptr + at", "        acc = tl.where(1 + tl.load(keep_ptr + at", "dropout"),
-        ("        acc += dot(g, h.to(g.dtype))", "        acc = dot(g, h.to(g.dtype))", "dropout"),
-        ("stop = tl.minimum((s + 1) * rows_each, M)", "stop = M", "dropout"),
-        ("return out.sum(0)", "return out[0]", "dropout"),
-        ("stride_or, stride_oc = (1, R)", "stride_or, stride_oc = (C, 1)", "odd sizes, bias"),
+        ("kernels", "r[None, :], acc * factor, mask=(m < M)", "r[None, :], acc, mask=(m < M)", "dropout"),
+        ("kernels", "        acc += product_for(", "        acc = product_for(", "several tiles"),
+        ("kernels", "    acc *= factor\n", "", "rank 1"),
+        ("kernels", "at = row[:, None] * N + n[None, :]", "at = m[:, None] * N + n[None, :]", "rows"),
+        ("kernels", "acc = tl.where(kept(", "acc = tl.where((m >= 0)[:, None] | kept(", "dropout"),
+        (
+            "kernels",
+            "        acc += product(g, narrow",
+            "        acc = product(g, narrow",
+            "dropout",
+        ),
+        ("kernels", "stop = tl.minimum((s + 1) * rows_each, M)", "stop = M", "dropout"),
+        ("kernels", "HAS_KEEP and i == 0, HAS_ROWS, BM, BC, BR", "HAS_KEEP, HAS_ROWS, BM, BC, BR", "dropout"),
+        ("kernels", "for i in tl.static_range(1, len(parts)):", "for i in tl.static_range(2, len(parts)):", "group"),
+        ("kernels", "        first += ranks[i]\n    return w", "    return w", "group"),
+        ("kernels", "xa_ptr + first, (ws[i],)", "xa_ptr, (ws[i],)", "group"),
+        ("kernels", "* M * R + first, wheres[i]", "* M * R, wheres[i]", "group"),
+        ("kernels", "split * width, M, C", "0, M, C", "few rows, many features"),
+        ("cuda", "out[0] if tile.splits == 1 else out.sum(0)\n", "out[0]\n", "dropout"),
+        ("cuda", "total, (1, ranks[i])))", "total, (b.shape[0], 1)))", "odd sizes, bias"),
+        ("cuda", "sum(ranks[:i])", "0", "group"),
+        ("cuda", "        parts = parts[:1]\n", "", "group, rows"),
+        ("rescale_cuda", "        y += tl.load(bias_ptr", "        y -= tl.load(bias_ptr", "DoRA"),
+        ("rescale_cuda", "d_y * gain[None, :], mask=live", "d_y, mask=live", "DoRA"),
+        ("rescale_cuda", "            total += tl.sum(d_y * z, 0)", "            total = tl.sum(d_y * z, 0)", "DoRA"),
+        ("rescale_cuda", "out.sum(0) if splits > 1 else out[0]", "out[0]", "DoRA"),
+        ("spec", "s * (d @ b.to(acc))", "(d @ b.to(acc))", "group"),
     ],
 )
-def test_planted_bugs(old, new, case):
-    support.assert_caught(cases, "riftco.kernels.lora_linear.cuda", old, new, case)
+def test_planted_bugs(module, old, new, case):
+    device = "mps-emulated" if module == "spec" else "cpu-triton"
+    support.assert_caught(cases, f"riftco.kernels.lora_linear.{module}", old, new, case, device=device)
 
 
 @pytest.mark.parametrize(
     "old,new,case",
     [
-        ("part.mul_(inverse_keep(keep, dropout_p))", "pass", "dropout"),
-        ("alpha=scale * inverse)", "alpha=scale)", "dropout"),
-        (".masked_fill_(~keep[pick], 0.0)", "", "dropout"),
+        ("part.mul_(inverse_keep(seed, dropout_p))", "pass", "dropout"),
+        ("alpha=inverse)", "alpha=1.0)", "dropout"),
+        ("h = _masked(_given(lines)[chosen], seed, rows, lo, hi, dropout_p)", "h = _given(lines)[chosen]", "dropout"),
         ("return out.addmm_(left, right, alpha=scale)", "return out.addmm(left, right)", "rank 1"),
+        ("            d_x.addmm_(up, base.tensors[0])", "            pass", "group"),
+        ("            d_x.add_(base.backward(up, launcher))", "            pass", "group, NF4 base, dropout"),
+        ("torch.arange(lo, hi) if rows is None", "torch.arange(lo, hi) if True", "group, rows"),
     ],
 )
 def test_planted_bugs_on_the_cpu(old, new, case):

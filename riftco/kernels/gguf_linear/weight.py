@@ -60,6 +60,16 @@ class GGUFWeight:
     def nbytes(self) -> int:
         return self.packed.nbytes
 
+    @property
+    def kind(self) -> str:  # this and the next two: _frozen_weight.FrozenWeight
+        return f"gguf_linear:{self.format}"
+
+    def operands(self) -> tuple[list[Tensor], list[int]]:
+        return [self.packed], [*self.shape]
+
+    def decoded(self, lo: int, hi: int, dtype: torch.dtype) -> Tensor:
+        return torch.ops.riftco.gguf_dequantize(self.packed[lo:hi], self.format, hi - lo, self.shape[1], dtype)
+
     def rows(self, index: Tensor) -> GGUFWeight:
         """W[index]: rows picked or put in another order (as q's and k's are for their rotation), not requantised."""
         return GGUFWeight(self.packed[index], self.format, (index.numel(), self.shape[1]))

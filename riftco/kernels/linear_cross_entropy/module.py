@@ -119,7 +119,7 @@ def describe_head(head: nn.Module) -> Head:
     """What linear_cross_entropy needs of `head`: a Linear, an NF4Linear, or either under a LoRALinear.
 
     Raises:
-        ValueError: anything else, hooks on the head, or dropout in training: slices of such a head would not be it.
+        ValueError: anything else, hooks on the head, DoRA, dropout in training: slices of such a head would not be it.
     """
     kind = type(head)
     if kind not in (nn.Linear, NF4Linear, LoRALinear):
@@ -133,6 +133,8 @@ def describe_head(head: nn.Module) -> Head:
         return Head(head.weight, head.bias, None)  # type: ignore[arg-type]
     if head.dropout and head.training:
         raise ValueError("the head's adapter has dropout, which a sliced loss does not apply; set it to 0 for the head")
+    if head.use_dora:
+        raise ValueError("the head's adapter is a DoRA, which a sliced loss does not apply; adapt the head with LoRA")
     base = describe_head(head.base_layer)
     a, b = (describe_head(part).weight for part in (head.lora_A, head.lora_B))
     assert isinstance(a, Tensor) and isinstance(b, Tensor)

@@ -1,3 +1,3 @@
-from .op import lora_linear
+from .op import lora_linear, lora_linear_group
 
-__all__ = ["lora_linear"]
+__all__ = ["lora_linear", "lora_linear_group"]

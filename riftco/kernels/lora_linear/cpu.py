@@ -1,91 +1,109 @@
-"""LoRA on the CPU: products in the tensors' own dtype; blocks of rows where the adapter's dtype is another one."""
+"""LoRA on the CPU: products in the tensors' own dtype; blocks of rows where the adapters' dtype is another one."""
+
+from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ..nf4 import cpu as nf4
-from .spec import inverse_keep
+from .base import DENSE, dtypes, launcher, unpack
+from .dropout import inverse_keep, masked
 
-BLOCK_ROWS = 1024  # rows converted at once
+BLOCK_ROWS = 1024  # rows converted, or masked, at once
 
 
 def forward(
-    x: Tensor, weight: Tensor, absmax: Tensor | None, block_size: int, bias: Tensor | None, lora_a: Tensor,
-    lora_b: Tensor, scale: float, keep: Tensor | None, dropout_p: float, rows: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    N, C = lora_b.shape[0], lora_a.shape[1]
-    D = torch.promote_types(lora_a.dtype, lora_b.dtype)
-    if absmax is None:
-        y = torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
-    else:
-        y = nf4.forward(x, weight, absmax, bias, N, C, block_size)
-    M = x.shape[:-1].numel()
-    x, out = x.reshape(M, C), y.view(M, N)
-    keep = None if keep is None else keep.reshape(M, C)
-    a, b = lora_a.to(D).t(), lora_b.to(D).t()
+    x: Tensor, kinds: list[str], weights: list[Tensor], sizes: list[int], biases: list[Tensor | None],
+    lora_a: list[Tensor], lora_b: list[Tensor], scales: list[float], seed: Tensor | None, dropout_p: float,
+    rows: Tensor | None,
+) -> tuple[list[Tensor], Tensor]:  # fmt: skip
+    D, _ = dtypes(x, lora_a, lora_b)
+    ys = [base.forward(x, bias, launcher) for base, bias in zip(unpack(kinds, weights, sizes), biases)]
+    M, C = x.shape[:-1].numel(), x.shape[-1]
+    lines = x.reshape(M, C)
+    outs = [y.view(M, y.shape[-1]) for y in ys]
+    a, bs, ranks = _joined(lora_a, D), [b.to(D).t() for b in lora_b], [t.shape[0] for t in lora_a]
     count = M if rows is None else rows.numel()
-    xa = torch.empty(count, lora_a.shape[0], dtype=D)
-    for lo, hi in _blocks(count, x.dtype != D):
-        pick = slice(lo, hi) if rows is None else rows[lo:hi]
-        part = torch.mm(_masked(x, keep, pick).to(D), a, out=xa[lo:hi])
-        if keep is not None:
-            part.mul_(inverse_keep(keep, dropout_p))
-        out[pick] = _add(out[pick], part, b, scale)
-    return y, xa
+    xa = torch.empty(count, a.shape[0], dtype=D)
+    for lo, hi in _blocks(count, x.dtype != D or seed is not None):
+        chosen = slice(lo, hi) if rows is None else rows[lo:hi]
+        part = torch.mm(_masked(lines[chosen], seed, rows, lo, hi, dropout_p).to(D), a.t(), out=xa[lo:hi])
+        if seed is not None:
+            part.mul_(inverse_keep(seed, dropout_p))
+        for out, own, b, scale in zip(outs, part.split(ranks, 1), bs, scales):
+            out[chosen] = _add(out[chosen], own, b, scale)
+    return ys, xa
 
 
 def backward(
-    d_y: Tensor, x: Tensor | None, weight: Tensor, absmax: Tensor | None, block_size: int, lora_a: Tensor,
-    lora_b: Tensor, xa: Tensor | None, scale: float, keep: Tensor | None, dropout_p: float, rows: Tensor | None,
-    need_x: bool, need_w: bool, need_a: bool, need_b: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    N, C, R = lora_b.shape[0], lora_a.shape[1], lora_a.shape[0]
-    D = torch.promote_types(lora_a.dtype, lora_b.dtype)
-    M = d_y.shape[:-1].numel()
-    up = d_y.reshape(M, N)
-    x = None if x is None else x.reshape(M, C)
-    keep = None if keep is None else keep.reshape(M, C)
-    a, b = lora_a.to(D), lora_b.to(D)
-    inverse = inverse_keep(keep, dropout_p)
-    d_x = d_w = d_y.new_empty(0)
-    if need_x:
-        d_x = (up @ weight) if absmax is None else nf4.backward(up, weight, absmax, N, C, block_size)
-    if need_w:
-        assert x is not None
-        d_w = torch.mm(up.t(), x)
-    d_a = torch.zeros(R, C) if need_a else d_y.new_empty(0)
-    d_b = torch.zeros(N, R) if need_b else d_y.new_empty(0)
+    d_ys: list[Tensor], x: Tensor | None, kinds: list[str], weights: list[Tensor], sizes: list[int],
+    lora_a: list[Tensor], lora_b: list[Tensor], xa: Tensor | None, scales: list[float], seed: Tensor | None,
+    dropout_p: float, rows: Tensor | None, need_x: bool, need_w: list[bool], need_a: bool, need_b: bool,
+) -> tuple[Tensor, list[Tensor], Tensor]:  # fmt: skip
+    D, _ = dtypes(d_ys[0], lora_a, lora_b)
+    M, C = d_ys[0].shape[:-1].numel(), lora_a[0].shape[1]
+    ranks, widths = [t.shape[0] for t in lora_a], [t.shape[0] for t in lora_b]
+    ups = [t.reshape(M, N) for t, N in zip(d_ys, widths)]
+    lines = None if x is None else x.reshape(M, C)
+    a, bs = _joined(lora_a, D), [b.to(D) for b in lora_b]
+    inverse = inverse_keep(seed, dropout_p)
+    bases = unpack(kinds, weights, sizes)
+    d_x = _base_gradient(bases, ups) if need_x else d_ys[0].new_empty(0)
+    d_ws = [torch.mm(up.t(), _given(lines)) if need else up.new_empty(0) for up, need in zip(ups, need_w)]
+    d_adapters = torch.zeros(a.numel() * need_a + sum(b.numel() for b in bs) * need_b)
+    d_a = d_adapters[: a.numel() * need_a].view(a.shape[0] * need_a, C)
+    d_bs = d_adapters[d_a.numel() :].split([b.numel() for b in bs]) if need_b else ()
     count = M if rows is None else rows.numel()
-    for lo, hi in _blocks(count, d_y.dtype != D):
-        pick = slice(lo, hi) if rows is None else rows[lo:hi]
-        part = up[pick].to(D)
+    for lo, hi in _blocks(count, d_ys[0].dtype != D or seed is not None):
+        chosen = slice(lo, hi) if rows is None else rows[lo:hi]
+        parts = [up[chosen].to(D) for up in ups]
         if need_b:
-            assert xa is not None
-            d_b.add_(part.t() @ xa[lo:hi], alpha=scale)
+            for d, part, own, scale in zip(d_bs, parts, _given(xa)[lo:hi].split(ranks, 1), scales):
+                d.view(part.shape[1], own.shape[1]).add_(part.t() @ own, alpha=scale)
         if not (need_x or need_a):
             continue
-        g = part @ b
+        own = _joined([(part @ b).mul_(scale) for part, b, scale in zip(parts, bs, scales)], D, 1)
         if need_a:
-            assert x is not None
-            d_a.add_(g.t() @ _masked(x, keep, pick).to(D), alpha=scale * inverse)
-        if need_x and keep is None:
-            d_x[pick] = _add(d_x[pick], g, a, scale)
+            h = _masked(_given(lines)[chosen], seed, rows, lo, hi, dropout_p).to(D)
+            d_a.add_(own.t() @ h, alpha=inverse)
+        if need_x and seed is None:
+            d_x[chosen] = _add(d_x[chosen], own, a, 1.0)
         elif need_x:
-            assert keep is not None
-            delta = (g @ a).to(torch.float32).mul_(scale * inverse).masked_fill_(~keep[pick], 0.0)
-            d_x[pick] = (d_x[pick] + delta).to(d_x.dtype)
-    if need_x:
-        d_x = d_x.view(*d_y.shape[:-1], C)
-    return d_x, d_w, d_a.to(lora_a.dtype) if need_a else d_a, d_b.to(lora_b.dtype) if need_b else d_b
+            delta = _masked((own @ a).to(torch.float32).mul_(inverse), seed, rows, lo, hi, dropout_p)
+            d_x[chosen] = (d_x[chosen] + delta).to(d_x.dtype)
+    return d_x.view(*d_ys[0].shape[:-1], C) if need_x else d_x, d_ws, d_adapters
 
 
-def _blocks(count: int, converts: bool) -> list[tuple[int, int]]:
-    step = BLOCK_ROWS if converts else max(count, 1)
+def _base_gradient(bases, ups: list[Tensor]) -> Tensor:
+    """Sum of d_y W: dense products are added where they are made, others' results to the first."""
+    first, *others = zip(bases, ups)
+    d_x = first[0].backward(first[1], launcher)
+    for base, up in others:
+        if base.kind == DENSE:
+            d_x.addmm_(up, base.tensors[0])
+        else:
+            d_x.add_(base.backward(up, launcher))
+    return d_x
+
+
+def _given(t: Tensor | None) -> Tensor:
+    assert t is not None  # saved, as a gradient needs it
+    return t
+
+
+def _joined(parts: list[Tensor], dtype: torch.dtype, dim: int = 0) -> Tensor:
+    return parts[0].to(dtype) if len(parts) == 1 else torch.cat([t.to(dtype) for t in parts], dim)
+
+
+def _blocks(count: int, small: bool) -> list[tuple[int, int]]:
+    step = BLOCK_ROWS if small else max(count, 1)
     return [(lo, min(lo + step, count)) for lo in range(0, count, step)]
 
 
-def _masked(x: Tensor, keep: Tensor | None, pick) -> Tensor:
-    return x[pick] if keep is None else x[pick].masked_fill(~keep[pick], 0.0)
+def _masked(t: Tensor, seed: Tensor | None, rows: Tensor | None, lo: int, hi: int, dropout_p: float) -> Tensor:
+    """t holds the rows lo to hi of those selected."""
+    if seed is None:
+        return t
+    return masked(t, seed, torch.arange(lo, hi) if rows is None else rows[lo:hi], dropout_p)
 
 
 def _add(out: Tensor, left: Tensor, right: Tensor, scale: float) -> Tensor:

@@ -1,216 +1,185 @@
-"""The adapter's part of a LoRA layer in Triton, forward and backward, around a base product that others make.
+"""Launches of the adapters' kernels around base products that others make: cuBLAS, or the format's own launchers.
 
-Dense base products are torch's (cuBLAS), NF4 ones the nf4 room's launchers.
+A group's members are tuples of pointers and sizes: one launch makes x A^T of all of them, one adds (x A^T) B^T to all
+outputs, one sums all gradients of A and B. kernels.py has the kernels, tiles.py the choices.
 """
+
+from __future__ import annotations
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from .._dot import dot
 from .._launch import as_rows, on
-from ..nf4 import cuda as nf4
-from .spec import inverse_keep
-
-BLOCK_C = 32  # features reduced at once by _down
-BLOCK_R = 32  # ranks reduced at once by _up
-BLOCK_N = 64
-SPLITS = 32  # most partial sums of d_A and d_B over the rows
-SPLIT_ROWS = 256  # fewest rows worth a partial sum
-
-
-@triton.jit
-def _row(rows_ptr, m, M, lines, HAS_ROWS: tl.constexpr):
-    """The flattened row of position m. A row that is not there is taken for the nearest that is: no foreign memory."""
-    if HAS_ROWS:
-        return tl.minimum(tl.maximum(tl.load(rows_ptr + m, mask=m < M, other=0), 0), lines - 1)
-    return m
-
-
-@triton.jit
-def _down(
-    in_ptr, keep_ptr, rows_ptr, w_ptr, out_ptr, inner, stride_o, stride_i, stride_c, stride_wr, stride_wc, factor,
-    M, C, R, lines, HAS_KEEP: tl.constexpr, HAS_ROWS: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
-    BR: tl.constexpr,
-):  # fmt: skip
-    """out [M, R] = factor * masked(in)[M, C] w[R, C]^T, in w's dtype."""
-    m = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    row = _row(rows_ptr, m, M, lines, HAS_ROWS)
-    r = tl.arange(0, BR)
-    line_ptr = in_ptr + (row // inner) * stride_o + (row % inner) * stride_i
-    acc = tl.zeros([BM, BR], tl.float32)
-    for start in range(0, C, BC):
-        c = start + tl.arange(0, BC).to(tl.int64)
-        live = (m < M)[:, None] & (c < C)[None, :]
-        h = tl.load(line_ptr[:, None] + c[None, :] * stride_c, mask=live, other=0.0)
-        if HAS_KEEP:
-            kept = tl.load(keep_ptr + row[:, None] * C + c[None, :], mask=live, other=0)
-            h = tl.where(kept != 0, h, tl.zeros_like(h))
-        w = tl.load(
-            w_ptr + r[None, :] * stride_wr + c[:, None] * stride_wc, mask=(r < R)[None, :] & (c < C)[:, None], other=0.0
-        )
-        acc += dot(h.to(w.dtype), w)
-    tl.store(out_ptr + m[:, None] * R + r[None, :], acc * factor, mask=(m < M)[:, None] & (r < R)[None, :])
-
-
-@triton.jit
-def _up(
-    y_ptr, keep_ptr, rows_ptr, xa_ptr, w_ptr, stride_wn, stride_wr, factor, M, N, R, lines,
-    HAS_KEEP: tl.constexpr, HAS_ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
-):  # fmt: skip
-    """y[row, N] += factor * masked(xa [M, R] w[N, R]^T), only in the rows that are listed; y is contiguous."""
-    tiles_m = tl.cdiv(M, BM)
-    m = (tl.program_id(0) % tiles_m).to(tl.int64) * BM + tl.arange(0, BM)
-    n = (tl.program_id(0) // tiles_m).to(tl.int64) * BN + tl.arange(0, BN)
-    acc = tl.zeros([BM, BN], tl.float32)
-    for start in range(0, R, BR):
-        r = start + tl.arange(0, BR)
-        xa = tl.load(xa_ptr + m[:, None] * R + r[None, :], mask=(m < M)[:, None] & (r < R)[None, :], other=0.0)
-        w = tl.load(
-            w_ptr + n[None, :] * stride_wn + r[:, None] * stride_wr, mask=(n < N)[None, :] & (r < R)[:, None], other=0.0
-        )
-        acc += dot(xa, w)
-    row = _row(rows_ptr, m, M, lines, HAS_ROWS)
-    live = (m < M)[:, None] & (n < N)[None, :]
-    at = row[:, None] * N + n[None, :]
-    acc *= factor
-    if HAS_KEEP:
-        acc = tl.where(tl.load(keep_ptr + at, mask=live, other=0) != 0, acc, 0.0)
-    tl.store(y_ptr + at, tl.load(y_ptr + at, mask=live, other=0.0).to(tl.float32) + acc, mask=live)
-
-
-@triton.jit
-def _grad(
-    in_ptr, keep_ptr, rows_ptr, g_ptr, out_ptr, inner, stride_o, stride_i, stride_c, stride_s, stride_or, stride_oc,
-    factor, M, C, R, rows_each, lines, HAS_KEEP: tl.constexpr, HAS_ROWS: tl.constexpr,
-    BM: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr,
-):  # fmt: skip
-    """out[s, R, C] = factor * sum over the s-th range of rows of g[m, R]^T masked(in)[m, C], in g's dtype."""
-    tiles_c = tl.cdiv(C, BC)
-    tiles_r = tl.cdiv(R, BR)
-    c = (tl.program_id(0) % tiles_c).to(tl.int64) * BC + tl.arange(0, BC)
-    r = (tl.program_id(0) // tiles_c % tiles_r).to(tl.int64) * BR + tl.arange(0, BR)
-    s = (tl.program_id(0) // tiles_c // tiles_r).to(tl.int64)
-    stop = tl.minimum((s + 1) * rows_each, M)
-    acc = tl.zeros([BR, BC], tl.float32)
-    for start in range(0, rows_each, BM):
-        m = s * rows_each + start + tl.arange(0, BM)
-        row = _row(rows_ptr, m, stop, lines, HAS_ROWS)
-        live = (m < stop)[:, None] & (c < C)[None, :]
-        line_ptr = in_ptr + (row // inner) * stride_o + (row % inner) * stride_i
-        h = tl.load(line_ptr[:, None] + c[None, :] * stride_c, mask=live, other=0.0)
-        if HAS_KEEP:
-            kept = tl.load(keep_ptr + row[:, None] * C + c[None, :], mask=live, other=0)
-            h = tl.where(kept != 0, h, tl.zeros_like(h))
-        g = tl.load(g_ptr + m[None, :] * R + r[:, None], mask=(m < stop)[None, :] & (r < R)[:, None], other=0.0)
-        acc += dot(g, h.to(g.dtype))
-    at = s * stride_s + r[:, None] * stride_or + c[None, :] * stride_oc
-    tl.store(out_ptr + at, acc * factor, mask=(r < R)[:, None] & (c < C)[None, :])
+from ..attention.philox import threshold
+from . import kernels, tiles
+from .base import dtypes, launcher, unpack
+from .dropout import inverse_keep
 
 
 def forward(
-    x: Tensor, weight: Tensor, absmax: Tensor | None, block_size: int, bias: Tensor | None, lora_a: Tensor,
-    lora_b: Tensor, scale: float, keep: Tensor | None, dropout_p: float, rows: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    N, C = lora_b.shape[0], lora_a.shape[1]
-    D = torch.promote_types(lora_a.dtype, lora_b.dtype)
-    if absmax is None:
-        y = torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
-    else:
-        y = nf4.forward(x, weight, absmax, bias, N, C, block_size)
-    keep, rows = _plain(keep, rows)
-    factor = inverse_keep(keep, dropout_p)
-    xa = _launch_down(x, keep, rows, lora_a.to(D), factor)
-    _launch_up(y, None, rows, xa, lora_b.to(D), scale)
-    return y, xa
+    x: Tensor, kinds: list[str], weights: list[Tensor], sizes: list[int], biases: list[Tensor | None],
+    lora_a: list[Tensor], lora_b: list[Tensor], scales: list[float], seed: Tensor | None, dropout_p: float,
+    rows: Tensor | None,
+) -> tuple[list[Tensor], Tensor]:  # fmt: skip
+    D, _ = dtypes(x, lora_a, lora_b)
+    ys = [base.forward(x, bias, launcher) for base, bias in zip(unpack(kinds, weights, sizes), biases)]
+    rows = None if rows is None else rows.contiguous()
+    xa = _down(x, seed, dropout_p, rows, [t.to(D) for t in lora_a])
+    _up_each(ys, rows, xa, [t.to(D) for t in lora_b], scales)
+    return ys, xa
 
 
 def backward(
-    d_y: Tensor, x: Tensor | None, weight: Tensor, absmax: Tensor | None, block_size: int, lora_a: Tensor,
-    lora_b: Tensor, xa: Tensor | None, scale: float, keep: Tensor | None, dropout_p: float, rows: Tensor | None,
-    need_x: bool, need_w: bool, need_a: bool, need_b: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    N, C = lora_b.shape[0], lora_a.shape[1]
-    D = torch.promote_types(lora_a.dtype, lora_b.dtype)
-    keep, rows = _plain(keep, rows)
-    factor = scale * inverse_keep(keep, dropout_p)
-    d_x = d_w = d_a = d_b = d_y.new_empty(0)
+    d_ys: list[Tensor], x: Tensor | None, kinds: list[str], weights: list[Tensor], sizes: list[int],
+    lora_a: list[Tensor], lora_b: list[Tensor], xa: Tensor | None, scales: list[float], seed: Tensor | None,
+    dropout_p: float, rows: Tensor | None, need_x: bool, need_w: list[bool], need_a: bool, need_b: bool,
+) -> tuple[Tensor, list[Tensor], Tensor]:  # fmt: skip
+    D, _ = dtypes(d_ys[0], lora_a, lora_b)
+    rows = None if rows is None else rows.contiguous()
+    bases = unpack(kinds, weights, sizes)
+    d_x, g = d_ys[0].new_empty(0), None
     if need_x or need_a:
-        g = _launch_down(d_y, None, rows, lora_b.to(D).t(), 1.0)
+        g = _down_each(d_ys, rows, [t.to(D) for t in lora_b], scales)
     if need_x:
-        d_x = (d_y @ weight).contiguous() if absmax is None else nf4.backward(d_y, weight, absmax, N, C, block_size)
-        _launch_up(d_x, keep, rows, g, lora_a.to(D).t(), factor)
-    if need_w:
-        assert x is not None
-        d_w = d_y.reshape(-1, N).t() @ x.reshape(-1, C)
-    if need_a:
-        assert x is not None
-        d_a = _launch_grad(x, keep, rows, g, factor, False).to(lora_a.dtype)
-    if need_b:
-        assert xa is not None
-        d_b = _launch_grad(d_y, None, rows, xa, scale, True).to(lora_b.dtype)
-    return d_x, d_w, d_a, d_b
-
-
-def _plain(keep: Tensor | None, rows: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    keep = None if keep is None else keep.contiguous().view(torch.uint8)
-    return keep, None if rows is None else rows.contiguous()
+        parts = [base.backward(t, launcher).contiguous() for base, t in zip(bases, d_ys)]
+        d_x = parts[0]
+        _up(parts, seed, dropout_p, rows, g, [t.to(D) for t in lora_a])
+    d_ws = [
+        t.reshape(-1, t.shape[-1]).t() @ x.reshape(-1, x.shape[-1]) if need and x is not None else t.new_empty(0)
+        for t, need in zip(d_ys, need_w)
+    ]
+    return d_x, d_ws, _grads(d_ys, x, xa, g, lora_a, lora_b, scales, seed, dropout_p, rows, need_a, need_b)
 
 
 def _count(t: Tensor, rows: Tensor | None) -> int:
     return t.shape[:-1].numel() if rows is None else rows.numel()
 
 
-def _launch_down(t: Tensor, keep: Tensor | None, rows: Tensor | None, w: Tensor, factor: float) -> Tensor:
-    """t [..., C], w [R, C] -> [rows, R] in w's dtype."""
-    M, (R, C) = _count(t, rows), w.shape
-    out = torch.empty(M, R, dtype=w.dtype, device=t.device)
+def _lines(t: Tensor) -> tuple[Tensor, tuple[int, int, int, int]]:
+    """t [..., C] with the four numbers that say where its rows lie."""
+    lines, inner, stride_o, stride_i = as_rows(t)
+    return lines, (inner, stride_o, stride_i, lines.stride(-1))
+
+
+def _ranks(ws: list[Tensor], dim: int) -> tuple[tuple[int, ...], int]:
+    ranks = tuple(w.shape[dim] for w in ws)
+    return ranks, sum(ranks)
+
+
+def _down(x: Tensor, seed: Tensor | None, dropout_p: float, rows: Tensor | None, ws: list[Tensor]) -> Tensor:
+    """dropout(x) A^T of all members side by side, [rows, sum of R], from one reading of x."""
+    M, C = _count(x, rows), x.shape[-1]
+    ranks, R = _ranks(ws, 0)
+    tile = tiles.down(M, C, R, x.dtype.itemsize >= 4)
+    out = torch.empty(tile.splits, M, R, dtype=torch.float32 if tile.splits > 1 else ws[0].dtype, device=x.device)
     if M == 0:
-        return out
-    lines, inner, stride_o, stride_i = as_rows(t)
-    BR = max(16, triton.next_power_of_2(R))
-    BM = 64 if BR <= 64 else 32
-    with on(t):
-        _down[(triton.cdiv(M, BM),)](
-            lines, keep, rows, w, out, inner, stride_o, stride_i, lines.stride(-1), *w.stride(), factor, M, C, R,
-            t.shape[:-1].numel(),
-            HAS_KEEP=keep is not None, HAS_ROWS=rows is not None, BM=BM, BC=BLOCK_C, BR=BR, num_stages=2,
+        return out[0]
+    lines, where = _lines(x)
+    with on(x):
+        kernels.down[(triton.cdiv(M, tile.BM) * triton.cdiv(R, tile.BR) * tile.splits,)](
+            lines, seed, rows, tuple(ws), tuple(w.stride() for w in ws), ranks, out, where, threshold(dropout_p),
+            inverse_keep(seed, dropout_p), M, C, R, x.shape[:-1].numel(), tile.splits, tile.width,
+            HAS_KEEP=seed is not None, HAS_ROWS=rows is not None, BM=tile.BM, BC=tile.BC, BR=tile.BR,
+            num_stages=tiles.STAGES, num_warps=tile.warps,
         )  # fmt: skip
-    return out
+    return out[0] if tile.splits == 1 else out.sum(0).to(ws[0].dtype)
 
 
-def _launch_up(y: Tensor, keep: Tensor | None, rows: Tensor | None, xa: Tensor, w: Tensor, factor: float) -> None:
-    """Add factor * xa w^T to y [..., N] in place, w [N, R]."""
-    M, (N, R) = _count(y, rows), w.shape
-    if M == 0 or N == 0:
+def _down_each(ts: list[Tensor], rows: Tensor | None, ws: list[Tensor], scales: list[float]) -> Tensor:
+    """scale * d_y B of all members side by side, [rows, sum of R]."""
+    M, widths = _count(ts[0], rows), tuple(t.shape[-1] for t in ts)
+    ranks, R = _ranks(ws, 1)
+    tile = tiles.down(M, max(widths), max(ranks), ts[0].dtype.itemsize >= 4, len(ts))
+    out = torch.empty(tile.splits, M, R, dtype=torch.float32 if tile.splits > 1 else ws[0].dtype, device=ts[0].device)
+    if M == 0:
+        return out[0]
+    lines, wheres = zip(*map(_lines, ts))
+    with on(ts[0]):
+        kernels.down_each[(triton.cdiv(M, tile.BM) * triton.cdiv(max(ranks), tile.BR) * tile.splits * len(ts),)](
+            lines, rows, tuple(ws), tuple(w.stride()[::-1] for w in ws), ranks, out, wheres, tuple(scales),
+            M, widths, R, triton.cdiv(max(ranks), tile.BR), ts[0].shape[:-1].numel(), tile.splits,
+            tile.width,
+            HAS_ROWS=rows is not None, BM=tile.BM, BC=tile.BC, BR=tile.BR,
+            num_stages=tiles.STAGES, num_warps=tile.warps,
+        )  # fmt: skip
+    return out[0] if tile.splits == 1 else out.sum(0).to(ws[0].dtype)
+
+
+def _up_each(ys: list[Tensor], rows: Tensor | None, xa: Tensor, ws: list[Tensor], scales: list[float]) -> None:
+    """Add scale * (x A^T) B^T to each member's y, in place."""
+    M, widths = _count(ys[0], rows), tuple(y.shape[-1] for y in ys)
+    ranks, R = _ranks(ws, 1)
+    tile = tiles.up(M, max(ranks))
+    blocks = sum(triton.cdiv(N, tile.BN) for N in widths)
+    if M == 0 or blocks == 0:
         return
-    BM = 64 if M > 32 else 32
-    with on(y):
-        _up[(triton.cdiv(M, BM) * triton.cdiv(N, BLOCK_N),)](
-            y, keep, rows, xa, w, *w.stride(), factor, M, N, R, y.shape[:-1].numel(),
-            HAS_KEEP=keep is not None, HAS_ROWS=rows is not None, BM=BM, BN=BLOCK_N, BR=BLOCK_R, num_stages=2,
+    with on(xa):
+        kernels.up_each[(triton.cdiv(M, tile.BM) * blocks,)](
+            tuple(ys), rows, xa, tuple(ws), tuple(w.stride()[::-1] for w in ws), ranks, tuple(scales), M, widths, R,
+            ys[0].shape[:-1].numel(), HAS_ROWS=rows is not None, BM=tile.BM, BN=tile.BN, BR=tile.BR,
+            num_stages=1, num_warps=tile.warps,
         )  # fmt: skip
 
 
-def _launch_grad(
-    t: Tensor, keep: Tensor | None, rows: Tensor | None, g: Tensor, factor: float, transposed: bool
-) -> Tensor:
-    """t [..., C], g [rows, R] -> factor * g^T t as [R, C], or as [C, R]; float32."""
-    M, C, R = _count(t, rows), t.shape[-1], g.shape[1]
-    splits = max(1, min(SPLITS, triton.cdiv(M, SPLIT_ROWS)))
-    shape = (splits, C, R) if transposed else (splits, R, C)
-    out = torch.empty(shape, dtype=torch.float32, device=t.device)
-    if out.numel() == 0 or M == 0:
-        return out.zero_()[0]
-    lines, inner, stride_o, stride_i = as_rows(t)
-    stride_or, stride_oc = (1, R) if transposed else (C, 1)
-    tiles = triton.cdiv(C, BLOCK_N) * triton.cdiv(R, 64 if R > 16 else 16)
-    with on(t):
-        _grad[(tiles * splits,)](
-            lines, keep, rows, g, out, inner, stride_o, stride_i, lines.stride(-1), R * C, stride_or, stride_oc,
-            factor, M, C, R, triton.cdiv(M, splits), t.shape[:-1].numel(),
-            HAS_KEEP=keep is not None, HAS_ROWS=rows is not None,
-            BM=32, BC=BLOCK_N, BR=64 if R > 16 else 16, num_stages=2,
+def _up(
+    parts: list[Tensor], seed: Tensor | None, dropout_p: float, rows: Tensor | None, g: Tensor | None, ws: list[Tensor]
+) -> None:
+    """parts[0] = sum of the parts + dropout'(g A), rounded once; with rows, g A is added to those that are listed."""
+    assert g is not None
+    first = parts[0]
+    if rows is not None and len(parts) > 1:  # the other rows need their sum as well
+        first.copy_(sum((p.float() for p in parts[1:]), first.float()))
+        parts = parts[:1]
+    M, C = _count(first, rows), first.shape[-1]
+    ranks, R = _ranks(ws, 0)
+    tile = tiles.up(M, R)
+    if M == 0 or C == 0:
+        return
+    with on(first):
+        kernels.up[(triton.cdiv(M, tile.BM) * triton.cdiv(C, tile.BN),)](
+            tuple(parts), seed, rows, g, tuple(ws), tuple(w.stride() for w in ws), ranks, threshold(dropout_p),
+            inverse_keep(seed, dropout_p), M, C, R, first.shape[:-1].numel(),
+            HAS_KEEP=seed is not None, HAS_ROWS=rows is not None, BM=tile.BM, BN=tile.BN, BR=tile.BR,
+            num_stages=1, num_warps=tile.warps,
         )  # fmt: skip
-    return out.sum(0)
+
+
+def _grads(
+    d_ys: list[Tensor], x: Tensor | None, xa: Tensor | None, g: Tensor | None, lora_a: list[Tensor],
+    lora_b: list[Tensor], scales: list[float], seed: Tensor | None, dropout_p: float, rows: Tensor | None,
+    need_a: bool, need_b: bool,
+) -> Tensor:  # fmt: skip
+    """All d_A and all d_B in one buffer that one launch fills."""
+    ranks, R = _ranks(lora_a, 0)
+    C = lora_a[0].shape[1]
+    # of each product: rows' tensor, its small partner and the first column there, ranks, factor, place and strides
+    products: list[tuple[Tensor, Tensor, int, int, float, int, tuple[int, int]]] = []
+    total = 0
+    if need_a:
+        assert x is not None and g is not None
+        products.append((x, g, 0, R, inverse_keep(seed, dropout_p), 0, (C, 1)))
+        total = R * C
+    if need_b:
+        assert xa is not None
+        for i, (d_y, b, scale) in enumerate(zip(d_ys, lora_b, scales)):
+            products.append((d_y, xa, sum(ranks[:i]), ranks[i], scale, total, (1, ranks[i])))
+            total += b.numel()
+    if not products:
+        return torch.empty(0, dtype=torch.float32, device=d_ys[0].device)
+    M = _count(d_ys[0], rows)
+    tile = tiles.grads(M, [(p[0].shape[-1], p[3]) for p in products], d_ys[0].dtype.itemsize >= 4)
+    out = torch.empty(tile.splits, total, dtype=torch.float32, device=d_ys[0].device)
+    if M == 0 or total == 0:
+        out.zero_()
+    else:
+        ts, partners, columns, widths_r, factors, places, strides = zip(*products)
+        lines, wheres = zip(*map(_lines, ts))
+        with on(out):
+            kernels.grads[(tile.programs * tile.splits,)](
+                lines, seed, rows, partners, columns, out, wheres, places, strides, threshold(dropout_p), factors, M,
+                tuple(t.shape[-1] for t in ts), widths_r, R, total, triton.cdiv(M, tile.splits), tile.splits,
+                d_ys[0].shape[:-1].numel(), HAS_KEEP=seed is not None and need_a, HAS_ROWS=rows is not None,
+                BM=tile.BM, BC=tile.BC, BR=tile.BR, num_stages=tiles.STAGES, num_warps=tile.warps,
+            )  # fmt: skip
+    return out[0] if tile.splits == 1 else out.sum(0)

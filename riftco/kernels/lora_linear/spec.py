@@ -1,104 +1,91 @@
-"""What a linear layer with a LoRA adapter means, in plain torch.
+"""What linear layers with LoRA adapters over one x mean, in plain torch.
 
-M rows, N output features, C input features, R adapter rank; weight dense [N, C], or NF4 codes with their absmax.
+M rows, N output features, C input features, R adapter rank; a group's weights as base.py packs them. The ranks of
+its adapters stand side by side: xa [rows, sum of R] = dropout(x) A^T.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ..nf4.spec import backward as nf4_backward
-from ..nf4.spec import forward as nf4_forward
+from .base import dtypes, meaning, unpack
+from .dropout import inverse_keep, masked
 
 
 def forward(
-    x: Tensor, weight: Tensor, absmax: Tensor | None, block_size: int, bias: Tensor | None, lora_a: Tensor,
-    lora_b: Tensor, scale: float, keep: Tensor | None, dropout_p: float, rows: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x [..., C] -> y [..., N] = x W^T + bias + scale * dropout(x) A^T B^T, and xa = dropout(x) A^T [rows, R].
+    x: Tensor, kinds: list[str], weights: list[Tensor], sizes: list[int], biases: list[Tensor | None],
+    lora_a: list[Tensor], lora_b: list[Tensor], scales: list[float], seed: Tensor | None, dropout_p: float,
+    rows: Tensor | None, *, find: Callable = meaning,
+) -> tuple[list[Tensor], Tensor]:  # fmt: skip
+    """x [..., C] -> each y [..., N] = x W^T + bias + scale * dropout(x) A^T B^T, and xa.
 
     With `rows` (int64, distinct, into the flattened leading dimensions) only those rows get the adapter's part.
     """
-    D, acc = _dtypes(x, lora_a, lora_b)
-    y = base_forward(x, weight, absmax, block_size, bias, lora_b.shape[0], lora_a.shape[1])
-    h = _masked(_pick(x, rows), _pick(keep, rows))
-    xa = (inverse_keep(keep, dropout_p) * (h.to(D).to(acc) @ lora_a.to(acc).t())).to(D)
-    delta = scale * (xa.to(acc) @ lora_b.to(acc).t())
-    flat = y.reshape(-1, y.shape[-1]) if y.shape[-1] else y.new_empty(y.shape[:-1].numel(), 0)
-    if rows is None:
-        flat = (flat.to(acc) + delta).to(y.dtype)
-    else:
-        flat = flat.index_copy(0, rows, (flat[rows].to(acc) + delta).to(y.dtype))
-    return flat.view(y.shape), xa
+    D, acc = dtypes(x, lora_a, lora_b)
+    h = masked(pick(x, rows), seed, rows, dropout_p)
+    a = torch.cat([t.to(D) for t in lora_a])
+    xa = (inverse_keep(seed, dropout_p) * (h.to(D).to(acc) @ a.to(acc).t())).to(D)
+    ys = []
+    parts = xa.split([t.shape[0] for t in lora_a], 1)
+    for base, bias, part, b, scale in zip(unpack(kinds, weights, sizes), biases, parts, lora_b, scales):
+        y = base.forward(x, bias, find)
+        ys.append(_added(y, scale * (part.to(acc) @ b.to(acc).t()), rows))
+    return ys, xa
 
 
 def backward(
-    d_y: Tensor, x: Tensor | None, weight: Tensor, absmax: Tensor | None, block_size: int, lora_a: Tensor,
-    lora_b: Tensor, xa: Tensor | None, scale: float, keep: Tensor | None, dropout_p: float, rows: Tensor | None,
-    need_x: bool, need_w: bool, need_a: bool, need_b: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """d_y [..., N] -> d_x, d_W, d_A, d_B; an empty tensor for each that is not needed.
+    d_ys: list[Tensor], x: Tensor | None, kinds: list[str], weights: list[Tensor], sizes: list[int],
+    lora_a: list[Tensor], lora_b: list[Tensor], xa: Tensor | None, scales: list[float], seed: Tensor | None,
+    dropout_p: float, rows: Tensor | None, need_x: bool, need_w: list[bool], need_a: bool, need_b: bool,
+    *, find: Callable = meaning,
+) -> tuple[Tensor, list[Tensor], Tensor]:  # fmt: skip
+    """d_ys [..., N] -> d_x, each d_W; all d_A, then all d_B, flat in one float32 buffer (float64 in float64).
 
-    With g = d_y B:  d_x = d_y W + scale * dropout'(g A),  d_A = scale * g^T dropout(x),  d_B = scale * d_y^T xa.
+    With g = scale * d_y B, side by side as xa:  d_x = sum of d_y W + dropout'(g A),  d_A = g^T dropout(x),
+    d_B = scale * d_y^T xa. An empty tensor for what is not needed.
     """
-    D, acc = _dtypes(d_y, lora_a, lora_b)
-    N, C = lora_b.shape[0], lora_a.shape[1]
-    inverse = inverse_keep(keep, dropout_p)
-    d_rows = _pick(d_y, rows).to(D).to(acc)
-    g = (d_rows @ lora_b.to(acc)).to(D).to(acc)
-    d_x = d_w = d_a = d_b = d_y.new_empty(0)
+    D, acc = dtypes(d_ys[0], lora_a, lora_b)
+    inverse = inverse_keep(seed, dropout_p)
+    bases = unpack(kinds, weights, sizes)
+    d_rows = [pick(t, rows).to(D).to(acc) for t in d_ys]
+    g = torch.cat([s * (d @ b.to(acc)) for s, d, b in zip(scales, d_rows, lora_b)], 1).to(D).to(acc)
+    d_x, d_adapters = d_ys[0].new_empty(0), [d_ys[0].new_empty(0, dtype=acc)]
     if need_x:
-        d_x = base_backward(d_y, weight, absmax, block_size, N, C)
-        delta = scale * inverse * _masked(g @ lora_a.to(acc), _pick(keep, rows))
-        flat = d_x.reshape(d_x.shape[:-1].numel(), C)
-        if rows is None:
-            flat = (flat.to(acc) + delta).to(d_x.dtype)
-        else:
-            flat = flat.index_copy(0, rows, (flat[rows].to(acc) + delta).to(d_x.dtype))
-        d_x = flat.view(d_x.shape)
-    if need_w:
-        assert x is not None
-        d_w = (_pick(d_y, None).to(acc).t() @ _pick(x, None).to(acc)).to(weight.dtype)
+        first, *others = (base.backward(t, find) for base, t in zip(bases, d_ys))
+        d_x = first
+        if others:
+            d_x = sum((t.to(acc) for t in others), first.to(acc))
+        a = torch.cat([t.to(acc) for t in lora_a])
+        d_x = _added(d_x, inverse * masked(g @ a, seed, rows, dropout_p), rows).to(first.dtype)
+    d_ws = [
+        (pick(t, None).to(acc).t() @ pick(x, None).to(acc)).to(base.tensors[0].dtype) if need else t.new_empty(0)
+        for t, base, need in zip(d_ys, bases, need_w)
+    ]
     if need_a:
-        h = _masked(_pick(x, rows), _pick(keep, rows)).to(D).to(acc)
-        d_a = (scale * inverse * (g.t() @ h)).to(lora_a.dtype)
+        h = masked(pick(x, rows), seed, rows, dropout_p)
+        d_adapters.append((inverse * (g.t() @ h.to(D).to(acc))).reshape(-1))
     if need_b:
         assert xa is not None
-        d_b = (scale * (d_rows.t() @ xa.to(acc))).to(lora_b.dtype)
-    return d_x, d_w, d_a, d_b
+        parts = xa.to(acc).split([t.shape[0] for t in lora_a], 1)
+        d_adapters += [(s * (d.t() @ p)).reshape(-1) for s, d, p in zip(scales, d_rows, parts)]
+    return d_x, d_ws, torch.cat(d_adapters)
 
 
-def base_forward(
-    x: Tensor, weight: Tensor, absmax: Tensor | None, block_size: int, bias: Tensor | None, N: int, C: int
-) -> Tensor:
-    if absmax is not None:
-        return nf4_forward(x, weight, absmax, bias, N, C, block_size)
-    return torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
-
-
-def base_backward(d_y: Tensor, weight: Tensor, absmax: Tensor | None, block_size: int, N: int, C: int) -> Tensor:
-    return d_y @ weight if absmax is None else nf4_backward(d_y, weight, absmax, N, C, block_size)
-
-
-def inverse_keep(keep: Tensor | None, dropout_p: float) -> float:
-    """1 / (1 - p) where a mask is given; everything is dropped at p = 1."""
-    if keep is None:
-        return 1.0
-    return 0.0 if dropout_p == 1.0 else 1.0 / (1.0 - dropout_p)
-
-
-def _dtypes(x: Tensor, lora_a: Tensor, lora_b: Tensor) -> tuple[torch.dtype, torch.dtype]:
-    """(the adapter's dtype, the accumulator's)."""
-    D = torch.promote_types(lora_a.dtype, lora_b.dtype)
-    return D, torch.promote_types(torch.promote_types(D, x.dtype), torch.float32)
-
-
-def _pick(t: Tensor | None, rows: Tensor | None):
+def pick(t: Tensor | None, rows: Tensor | None) -> Tensor:
     """[..., F] -> the flattened rows, or those listed."""
-    if t is None:
-        return None
+    assert t is not None
     flat = t.reshape(t.shape[:-1].numel(), t.shape[-1])
     return flat if rows is None else flat[rows]
 
 
-def _masked(t, keep: Tensor | None) -> Tensor:
-    return t if keep is None else torch.where(keep, t, torch.zeros((), dtype=t.dtype, device=t.device))
+def _added(y: Tensor, delta: Tensor, rows: Tensor | None) -> Tensor:
+    """y + delta in delta's dtype, rounded to y's; only in the rows that are listed: the others are copied."""
+    flat = y.reshape(y.shape[:-1].numel(), y.shape[-1])
+    if rows is None:
+        flat = (flat.to(delta.dtype) + delta).to(y.dtype)
+    else:
+        flat = flat.index_copy(0, rows, (flat[rows].to(delta.dtype) + delta).to(y.dtype))
+    return flat.view(y.shape)

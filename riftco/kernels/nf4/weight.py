@@ -73,6 +73,23 @@ class NF4Weight:
     def numel(self) -> int:
         return torch.Size(self.shape).numel()
 
+    @property
+    def kind(self) -> str:  # this and the next two: _frozen_weight.FrozenWeight
+        return "nf4_linear"
+
+    def operands(self) -> tuple[list[Tensor], list[int]]:
+        return [self.codes, self.scale], [*self.shape, self.block_size]
+
+    def decoded(self, lo: int, hi: int, dtype: torch.dtype) -> Tensor:
+        """W[lo:hi], from the blocks that hold it: rows need not start where a block does."""
+        K, block = self.shape[1], self.block_size
+        first, last = lo * K // block, -(-hi * K // block)
+        packed = self.codes.view(-1)[first * block // 2 : last * block // 2]
+        count = min(last * block, self.numel()) - first * block
+        values = torch.ops.riftco.nf4_dequantize(packed, self.scale[first:last], count, block, dtype)
+        start = lo * K - first * block
+        return values[start : start + (hi - lo) * K].view(hi - lo, K)
+
     def nbytes(self) -> int:
         """Bytes of the format itself, without the derived `scale`."""
         nested = (self.nested.absmax.nbytes + self.nested.quant_map.nbytes) if self.nested else 0

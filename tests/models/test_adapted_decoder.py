@@ -1,0 +1,115 @@
+"""The decoder's q, k, v and gate, up as one call each where they carry adapters: same numbers, less kept, fewer ops."""
+
+import collections
+
+import pytest
+import torch
+from tiny_models import hf_config
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import riftco.models.decoder as decoder_file
+from riftco.adapters import LoraSpec, apply_lora
+from riftco.models.config import DecoderConfig
+from riftco.models.decoder import Decoder
+from riftco.nn import NF4Linear
+
+IDS = torch.arange(3, 43).view(2, 20)
+NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def adapted_decoder(nf4=False, family="llama-biases", **options):
+    torch.manual_seed(0)
+    model = Decoder(DecoderConfig.from_hf(hf_config(family).to_dict()))
+    if nf4:
+        for name, layer in list(model.named_modules()):
+            if name.endswith(NAMES):
+                parent, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(parent), leaf, NF4Linear.from_linear(layer))
+    apply_lora(model, LoraSpec(**{"rank": 4, "alpha": 8, **options}), seed=1)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.3)
+    return model
+
+
+class Counted(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def step(model):
+    """Loss, gradients by name, bytes kept for the backward (each storage once, without parameters), ops."""
+    kept = {}
+    held = [*model.state_dict().values(), *(m.weight.scale for m in model.modules() if isinstance(m, NF4Linear))]
+    skip = {t.untyped_storage().data_ptr() for t in held}
+
+    def keep(t):
+        if t.untyped_storage().data_ptr() not in skip:
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    model.zero_grad()
+    with Counted() as counted:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            loss = model.loss(IDS, IDS.roll(-1, 1))
+        loss.backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), grads, sum(kept.values()), counted.names
+
+
+def one_by_one(x, layers, rows=None):
+    return tuple(layer(x) for layer in layers)
+
+
+@pytest.mark.parametrize("nf4", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"use_dora": True}, {"target_modules": ("q_proj", "v_proj", "up_proj")}], ids=str
+)
+def test_a_step_in_groups_is_the_step_without(nf4, options, monkeypatch):
+    model = adapted_decoder(nf4, **options)
+    loss, grads, kept, ops = step(model)
+    monkeypatch.setattr(decoder_file, "linear_group", one_by_one)
+    loss_1, grads_1, kept_1, ops_1 = step(model)
+    torch.testing.assert_close(loss, loss_1, rtol=1e-6, atol=1e-6)
+    assert grads.keys() == grads_1.keys() and len(grads) >= 12
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, grads_1[name], rtol=1e-4, atol=1e-6, msg=name)
+    groups = 2 if "target_modules" not in options else 1  # of a layer: q, k, v and gate, up; or q, v
+    alone = 7 - 5 + groups if "target_modules" not in options else 2
+    layers = model.config.num_layers
+    adapters = len([n for n in grads if n.endswith("lora_A.weight")])
+    assert ops["lora_linear_fwd"] == ops["lora_linear_bwd"] == layers * alone
+    assert ops_1["lora_linear_fwd"] == ops_1["lora_linear_bwd"] == adapters
+    assert sum(ops.values()) < sum(ops_1.values())
+    assert kept <= kept_1  # one storage of x either way: layers one by one keep references to the same x
+
+
+def test_names_and_hooks_are_untouched():
+    """The state is that of modules called one by one, and a hook on one of them still runs."""
+    model = adapted_decoder()
+    assert "model.layers.0.self_attn.q_proj.lora_A.weight" in model.state_dict()
+    seen = []
+    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda m, args, out: seen.append(out.shape))
+    step(model)
+    assert seen == [(2, 20, 96)]
+
+
+def test_block_checkpointing_repeats_the_mask():
+    model = adapted_decoder(dropout=0.3)
+    model.train()
+    torch.manual_seed(5)
+    loss, grads, _, _ = step(model)
+    model.activation_checkpointing = "block"
+    torch.manual_seed(5)
+    again, grads_1, _, _ = step(model)
+    assert torch.equal(loss, again)
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, grads_1[name])
+    model.eval()
+    assert not torch.equal(step(model)[0], loss)
