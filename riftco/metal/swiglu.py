@@ -4,14 +4,15 @@ import torch
 from torch import Tensor
 
 from ..kernels._launch import as_rows
+from ..kernels.swiglu.spec import halves
 from . import launch
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")  # by their number in the shader
 STRETCH = 1024
 
 
-def forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    gate, up = _one_dtype(gate, up)
+def forward(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    gate, up = _one_dtype(*halves(gate, up))
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if out.numel():
         _run("swiglu_fwd", [out], (gate, up), None, activation, False, False)
@@ -19,8 +20,11 @@ def forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def backward(
-    d_out: Tensor, gate: Tensor, up: Tensor, activation: str, need_gate: bool, need_up: bool
+    d_out: Tensor, gate: Tensor, up: Tensor | None, activation: str, need_gate: bool, need_up: bool
 ) -> tuple[Tensor, Tensor]:
+    if up is None:
+        both = backward(d_out, *halves(gate, None), activation, need_gate, need_gate)
+        return torch.cat(both, -1), gate.new_empty(0)
     dtypes = gate.dtype, up.dtype
     gate, up = _one_dtype(gate, up)
     d_gate, d_up = (
