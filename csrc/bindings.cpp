@@ -1,7 +1,7 @@
 // The operators that riftco/metal/*.py call. Each takes the shader's text, so that there is one copy of it: the file.
 #include <torch/library.h>
 
-#include "cross_entropy.h"
+#include "launch.h"
 
 #ifndef RIFTCO_TORCH_VERSION  // PyTorch's Metal classes are compiled in: the loader compares this with torch.__version__
 #error "build through setup.py, which defines RIFTCO_TORCH_VERSION"
@@ -13,12 +13,4 @@ TORCH_LIBRARY(riftco_mps, m) {
       "launch(str source, str name, Tensor(a!)[] outputs, Tensor[] inputs, int[] numbers, float[] reals, int groups, "
       "int threads, bool exact) -> ()",
       &riftco::launch);
-  m.def(
-      "cross_entropy_fwd(str source, Tensor logits, Tensor target, Tensor? row_weight, Tensor(a!) loss, "
-      "Tensor(b!) lse, int ignore_index, int inner, int stride_outer, int stride_inner) -> ()",
-      &riftco::cross_entropy_fwd);
-  m.def(
-      "cross_entropy_bwd(str source, Tensor d_loss, Tensor logits, Tensor target, Tensor? row_weight, Tensor lse, "
-      "Tensor(a!) d_logits, int ignore_index, int inner, int stride_outer, int stride_inner, int stride_d_loss) -> ()",
-      &riftco::cross_entropy_bwd);
 }

@@ -14,7 +14,7 @@ from riftco.functional import (
     topk_cross_entropy,
 )
 
-DEVICES = support.device_params(("cpu", "cpu-triton", "cuda"))
+DEVICES = support.device_params(("cpu", "cpu-triton", "mps-emulated", "cuda"))
 
 
 def labels(*lead, V, k, device="cpu"):

@@ -11,7 +11,7 @@ from riftco import nn
 from riftco.functional import cross_entropy, torch_cross_entropy
 from riftco.kernels.cross_entropy import op
 
-DEVICES = support.device_params(("cpu", "cpu-triton", "cuda"))
+DEVICES = support.device_params(("cpu", "cpu-triton", "mps-emulated", "cuda"))
 DEVICE_NAMES = pytest.mark.parametrize("device", DEVICES)
 
 
@@ -422,21 +422,6 @@ def test_checkpoint_and_func():
     torch.testing.assert_close(a.grad, b.grad)
     grad = torch.func.grad(lambda t: cross_entropy(t, y, inplace=True))(x)
     torch.testing.assert_close(grad, torch.func.grad(lambda t: F.cross_entropy(t, y))(x))
-
-
-@pytest.mark.parametrize("device", support.device_params(("mps-emulated",)))
-@pytest.mark.parametrize(
-    "option",
-    [
-        dict(label_smoothing=0.1), dict(z_loss=0.1), dict(softcap=2.0), dict(logit_scale=2.0), dict(inplace=True),
-        dict(weight=torch.ones(9)), dict(return_metrics=True),
-    ],
-    ids=lambda o: next(iter(o)),
-)  # fmt: skip
-def test_metal_refuses_by_name(device, option):
-    x, y = make(3, 9)
-    with device.use(), pytest.raises(NotImplementedError, match=next(iter(option))):
-        cross_entropy(x.requires_grad_(), y, **option)
 
 
 @pytest.mark.parametrize("device", support.device_params(("cuda",)))

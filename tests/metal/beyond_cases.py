@@ -109,6 +109,23 @@ def layer_norm(dtype: torch.dtype) -> Pairs:
     return _norm(F.layer_norm, dtype, torch.randn(40))
 
 
+def cross_entropy(dtype: torch.dtype) -> Pairs:
+    """A label that is no class; logits whose classes lie apart; 32-bit labels with a gradient of the mean."""
+    x = (3 * torch.randn(9, 2, 4)).to(dtype).permute(2, 1, 0)
+    pairs: Pairs = {}
+    outside = torch.tensor([[3, 9], [-1, 8], [0, 50000], [4, 4]])
+    for name, labels in (("outside", outside), ("rows", torch.tensor(7)), ("mean", torch.tensor(2))):
+        y, results = labels.expand(4, 2).int(), []
+        for impl in (None, "spec"):
+            leaf = x.detach().requires_grad_()
+            loss = F.cross_entropy(leaf, y, reduction="mean" if name == "mean" else "none", impl=impl)
+            grads = () if name == "outside" else torch.autograd.grad(loss.sum() * 2, leaf)
+            results.append((loss, *grads))
+        for what, got, want in zip(("loss", "gradient"), *results):
+            pairs[f"{name}, {what}"] = (got.detach(), lambda want=want: want.detach())
+    return pairs
+
+
 def embedding(dtype: torch.dtype) -> Pairs:
     """Ids outside give NaN and touch nothing; a table whose columns lie apart; 32-bit ids."""
     table = torch.randn(5, 4).to(dtype).t()
@@ -121,4 +138,4 @@ def embedding(dtype: torch.dtype) -> Pairs:
     return {"gathered": (F.gather_rows(table, ids), want)}
 
 
-BEYOND = {f.__name__: f for f in (adam, embedding, layer_norm, nf4, rms_norm, rope, swiglu)}
+BEYOND = {f.__name__: f for f in (adam, cross_entropy, embedding, layer_norm, nf4, rms_norm, rope, swiglu)}

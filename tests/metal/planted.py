@@ -3,6 +3,22 @@
 """
 
 NUMBERS = {  # the numbers of the case must be wrong
+    "cross_entropy": [
+        ("v == y ? exp_m1(log_p) : probability", "v == y ? -exp_m1(log_p) : probability", "odd sizes"),
+        ("factor * part.sum;", "part.sum;", "several blocks of V"),
+        ("loss[n] = value * w;", "loss[n] = value;", "row weights, none"),
+        ("d_loss[n * p.stride_up] * w : 0.0f", "d_loss[0] * w : 0.0f", "odd sizes"),
+        ("p.ignore_index && y >= 0 &&", "p.ignore_index &&", "ignore_index 0, int32"),
+        ("if (v != y) {", "if (v >= 0) {", "odd sizes"),
+        ("factor * (part.energy + by * part.sum)", "factor * part.energy", "metrics, several blocks"),
+        ("part.even + by * part.weight", "part.even", "smoothing, none"),
+        ("d -= r.each * (p.has_class_weight ? class_weight[v] : 1.0f)", "d -= r.each", "smoothing and class weights"),
+        ("d * (1.0f - (u / p.softcap) * (u / p.softcap))", "d * (1.0f - u / p.softcap)", "softcap"),
+        ("rest += 2.0f * p.z_loss", "rest += p.z_loss", "z_loss"),
+        ("place = simd_min(most == all_most", "place = simd_max(most == all_most", "metrics"),
+        ("r.up_lse * probability", "r.up_lse", "lse"),
+        ("g[e] = T(float(g[e]) * by)", "g[e] = T(float(g[e]) + by)", "several blocks of V, mean"),
+    ],
     "nf4": [
         ("e & 1 ? byte & 15 : byte >> 4", "e & 1 ? byte >> 4 : byte & 15", "blocks across rows"),
         ("absmax[e >> shift]", "absmax[0]", "blocks across rows"),
@@ -66,6 +82,13 @@ NUMBERS = {  # the numbers of the case must be wrong
     ],
 }
 OUT_OF_BOUNDS = {  # AddressSanitizer must see it
+    "cross_entropy": [
+        ("v < p.V; v += threads) {\n      const float x", "v <= p.V; v += threads) {\n      const float x",
+         "one row of two classes"),
+        ("1.0f : y >= 0 && y < p.V", "1.0f : y < p.V", "class weights, none"),
+        ("u_y = y < p.V ?", "u_y = y < p.V + 100000 ?", "beyond"),
+        ("shared[6 * 32]", "shared[5 * 32]", "odd sizes"),
+    ],
     "nf4": [
         ("for (long k = lane; k < p.K; k += lanes)", "for (long k = lane; k <= p.K; k += lanes)", "blocks across rows"),
         ("m0 + i < M && k0 + k < K ? a(", "m0 + i < M && k0 + k <= K ? a(", "many rows"),

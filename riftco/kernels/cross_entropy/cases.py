@@ -41,13 +41,7 @@ OPTIONS = (
     ),
 )
 CASES = PLAIN + OPTIONS
-REFUSED = {  # device -> options that its kernel refuses by name
-    "mps-emulated": (
-        "class_weights", "label_smoothing", "z_loss", "softcap", "logit_scale", "inplace", "return_metrics",
-        "return_lse",
-    ),
-    "xla": ("inplace",),
-}  # fmt: skip
+REFUSED = {"xla": ("inplace",)}  # device -> options that its kernel refuses by name
 BENCH = (
     Case("SmolLM2", dict(B=4, T=2048, V=49152)),
     Case("Llama 2", dict(B=4, T=2048, V=32000)),

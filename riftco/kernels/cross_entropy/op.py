@@ -13,7 +13,7 @@ HERE = "riftco.kernels.cross_entropy"
 INPUTS = "Tensor target, Tensor? row_weight, Tensor? class_weight"
 OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap, float logit_scale"
 ROWS = "Tensor loss, Tensor top, Tensor log_total, Tensor log_prob, Tensor entropy, Tensor argmax"
-FUSED = ("cpu", "cuda")  # devices whose launchers make the loss and its gradient in one pass
+FUSED = ("cpu", "cuda", "mps")  # devices whose launchers make the loss and its gradient in one pass
 
 
 def _launchers(function: str, devices: tuple[str, ...] = ("cpu", "cuda", "mps", "xla")) -> dict[str, str]:
@@ -79,7 +79,7 @@ scale_ = define(
     "(Tensor(a!) g, Tensor scale) -> ()",
     fake=lambda g, scale: None,
     spec=f"{HERE}.spec:scale_",
-    launchers={"cuda": f"{HERE}.cuda:scale_"},
+    launchers={"cuda": f"{HERE}.cuda:scale_", "mps": "riftco.metal.cross_entropy:scale_"},
 )
 # what a mean needs before the fused pass, in one launch instead of PyTorch's seven
 labelled = define(
@@ -323,7 +323,7 @@ def _fused(logits: Tensor) -> bool:
     if _traced():
         return False
     path = choose("cross_entropy_fwd", logits.device.type, logits.dtype).path
-    return path.startswith(tuple(f"{HERE}.{where}:" for where in ("spec", *FUSED)))
+    return path in (f"{HERE}.spec:forward", *_launchers("forward", FUSED).values())
 
 
 def _traced() -> bool:

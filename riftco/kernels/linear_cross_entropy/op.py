@@ -38,7 +38,7 @@ def _fake_bwd(d_loss, *arguments):
 
 
 def _launchers(function: str) -> dict[str, str]:
-    modules = {"cpu": f"{HERE}.cpu", "cuda": f"{HERE}.cuda", "mps": f"{HERE}.plain"}
+    modules = {"cpu": f"{HERE}.cpu", "cuda": f"{HERE}.cuda", "mps": "riftco.metal.linear_cross_entropy"}
     modules["xla"] = "riftco.tpu.linear_cross_entropy"
     return {device: f"{module}:{function}" for device, module in modules.items()}
 
@@ -65,7 +65,7 @@ scale_ = define(
     "(Tensor(a!) g, Tensor scale) -> ()",
     fake=lambda g, scale: None,
     spec=f"{HERE}.spec:scale_",
-    launchers={"cuda": "riftco.kernels.cross_entropy.cuda:scale_", "mps": f"{HERE}.spec:scale_"},
+    launchers={"cuda": "riftco.kernels.cross_entropy.cuda:scale_", "mps": "riftco.metal.cross_entropy:scale_"},
 )
 
 
@@ -238,7 +238,7 @@ def linear_cross_entropy(
         ValueError: shapes, dtypes, devices or options that do not fit, each named.
         IndexError: with RIFTCO_CHECK=1, a target >= V, with its row.
 
-    Devices: cpu, cuda (cuBLAS and Triton), mps and xla (plain torch on slices).
+    Devices: cpu, cuda (cuBLAS and Triton), mps (PyTorch's products and Metal), xla (plain torch on slices).
     Memory: slice_bytes, the gradients asked for (weight's in accum_dtype), O(rows); 32 MiB more for an NF4Weight.
     Numerics: logits are rounded to x's dtype once (with `lora`, its part once before), their gradient once; the loss is
         float32; deterministic. Under autocast x, weight and bias are cast as F.linear's are.

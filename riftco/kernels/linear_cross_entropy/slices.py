@@ -1,6 +1,6 @@
 """Linear + cross-entropy over slices of rows: a slice's logits become its losses, then its gradient, in one buffer.
 
-Device-neutral; cuda.py, cpu.py and plain.py say how a slice of logits is turned into losses.
+Device-neutral; cuda.py, cpu.py, riftco/metal and riftco/tpu say how a slice of logits is turned into losses.
 """
 
 from collections.abc import Callable
