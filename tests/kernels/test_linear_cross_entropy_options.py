@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import math
 
+import plain_slices as plain
 import pytest
 import support
 import torch
@@ -12,7 +13,7 @@ from test_linear_cross_entropy import Live, grads, make, problem
 from torch.utils.flop_counter import FlopCounterMode
 
 from riftco.functional import dequantize_nf4, linear_cross_entropy, lora_linear, quantize_nf4
-from riftco.kernels.linear_cross_entropy import cpu, head, plain, slices, spec, vocabulary
+from riftco.kernels.linear_cross_entropy import cpu, head, slices, spec, vocabulary
 from riftco.kernels.linear_cross_entropy.plan import plan
 
 DEVICES = support.device_params(("cpu", "cpu-triton", "mps-emulated", "cuda"))
@@ -339,7 +340,8 @@ def test_blocks_of_classes(name, masked, module):
         y[10:20] = -100
     a, b = torch.randn(3, 24) / 5, torch.randn(V, 3)
     bias, d_loss = torch.randn(V).bfloat16(), torch.rand(40)
-    call = importlib.import_module(f"riftco.kernels.linear_cross_entropy.{module}").LOSS
+    name = "plain_slices" if module == "plain" else f"riftco.kernels.linear_cross_entropy.{module}"
+    call = importlib.import_module(name).LOSS
     device = next(d for d in support.DEVICES if d.name == "cpu-triton")
     if module == "cuda" and not device.available:
         pytest.skip(device.why_not)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from riftco import functional as F
 from riftco.kernels.adam.op import adam_step
+from riftco.kernels.gguf_linear.cases import random_blocks
+from riftco.kernels.gguf_linear.formats import FORMATS
 from riftco.kernels.rope.tables import rope_tables
 
 Pairs = dict[str, tuple[Tensor, Callable[[], Tensor]]]  # what came, and how the spec makes it
@@ -81,6 +83,16 @@ def adam(dtype: torch.dtype) -> Pairs:
     return pairs
 
 
+def gguf_linear(dtype: torch.dtype) -> Pairs:
+    """The values of every format."""
+    pairs: Pairs = {}
+    for name, f in FORMATS.items():
+        packed = random_blocks(name, 3 if f.block > 32 else 2, torch.Generator().manual_seed(1)).view(-1, f.bytes)
+        w = F.GGUFWeight(packed, name, (len(packed), f.block))
+        pairs[name] = (F.dequantize_gguf(w, dtype), lambda w=w: F.dequantize_gguf(w, dtype))
+    return pairs
+
+
 def _norm(function, dtype: torch.dtype, *more: Tensor) -> Pairs:
     """Strided rows and gradients, weights and a residual in float32, by hand and as the spec."""
     x = torch.randn(2, 40, 6).to(dtype).transpose(1, 2)[:, ::2]
@@ -138,4 +150,4 @@ def embedding(dtype: torch.dtype) -> Pairs:
     return {"gathered": (F.gather_rows(table, ids), want)}
 
 
-BEYOND = {f.__name__: f for f in (adam, cross_entropy, embedding, layer_norm, nf4, rms_norm, rope, swiglu)}
+BEYOND = {f.__name__: f for f in (adam, cross_entropy, embedding, gguf_linear, layer_norm, nf4, rms_norm, rope, swiglu)}

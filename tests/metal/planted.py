@@ -69,6 +69,16 @@ NUMBERS = {  # the numbers of the case must be wrong
         ("n < min((share + 1) * p.rows_each, p.N)", "n < (share + 1) * p.rows_each - 1", "many short rows"),
         ("sum += part[share * p.C + c]", "sum = part[share * p.C + c]", "many short rows"),
     ],
+    "gguf_linear": [
+        ("i / run % 2 ? byte >> 4", "i / run % 2 ? byte & 15", "Q4_0, two blocks"),
+        ("scale + half_at(b + 2);\n    case Q5_0", "scale;\n    case Q5_0", "Q4_1, two blocks"),
+        ("fifth_bit(b + 2, i)) - 16", "fifth_bit(b + 2, i)) - 15", "Q5_0, two blocks"),
+        ("case Q5_1: return 24;", "case Q5_1: return 20;", "Q5_1, two blocks"),
+        ("as_type<char>(b[2 + i])", "b[2 + i]", "Q8_0, two blocks"),
+        ("(b[8 + g] & 15) | (b[g] >> 2 & 48)", "b[8 + g] & 15", "Q4_K, two blocks"),
+        ("b[16 + i % 32] >> g", "b[16 + i % 32] >> 0", "Q5_K, two blocks"),
+        ("b[192 + i / 16]", "b[192 + i / 32]", "Q6_K, two blocks"),
+    ],
     "layer_norm": [
         ("product - (CENTRE ? sum : 0.0f)", "product - (CENTRE ? 0.0f : sum)", "odd sizes"),
         ("bias_sum += g;", "bias_sum = g;", "odd sizes"),
@@ -89,6 +99,7 @@ OUT_OF_BOUNDS = {  # AddressSanitizer must see it
         ("u_y = y < p.V ?", "u_y = y < p.V + 100000 ?", "beyond"),
         ("shared[6 * 32]", "shared[5 * 32]", "odd sizes"),
     ],
+    "gguf_linear": [("case Q5_1: return 24;", "case Q5_1: return 34;", "Q5_1, two blocks")],
     "nf4": [
         ("for (long k = lane; k < p.K; k += lanes)", "for (long k = lane; k <= p.K; k += lanes)", "blocks across rows"),
         ("m0 + i < M && k0 + k < K ? a(", "m0 + i < M && k0 + k <= K ? a(", "many rows"),

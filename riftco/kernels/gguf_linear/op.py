@@ -8,7 +8,7 @@ from . import spec
 from .weight import GGUFWeight
 
 HERE = "riftco.kernels.gguf_linear"
-LAUNCHERS = {"cpu": "cpu", "cuda": "cuda", "mps": "spec", "xla": "spec"}
+LAUNCHERS = {"cpu": f"{HERE}.cpu", "cuda": f"{HERE}.cuda", "mps": "riftco.metal.gguf_linear", "xla": f"{HERE}.spec"}
 
 
 def _fake_fwd(x, packed, bias, format, N, K):
@@ -28,7 +28,7 @@ fwd = define(
     "(Tensor x, Tensor packed, Tensor? bias, str format, SymInt N, SymInt K) -> Tensor",
     fake=_fake_fwd,
     spec=f"{HERE}.spec:forward",
-    launchers={device: f"{HERE}.{file}:forward" for device, file in LAUNCHERS.items()},
+    launchers={device: f"{module}:forward" for device, module in LAUNCHERS.items()},
     routes=f"{HERE}.route:forward_routes",
 )
 bwd = define(
@@ -36,7 +36,7 @@ bwd = define(
     "(Tensor d_y, Tensor packed, str format, SymInt N, SymInt K) -> Tensor",
     fake=_fake_bwd,
     spec=f"{HERE}.spec:backward",
-    launchers={device: f"{HERE}.{file}:backward" for device, file in LAUNCHERS.items()},
+    launchers={device: f"{module}:backward" for device, module in LAUNCHERS.items()},
     routes=f"{HERE}.route:backward_routes",
 )
 dequantize = define(
@@ -44,7 +44,7 @@ dequantize = define(
     "(Tensor packed, str format, SymInt N, SymInt K, ScalarType dtype) -> Tensor",
     fake=_fake_dequantize,
     spec=f"{HERE}.spec:dequantize",
-    launchers={device: f"{HERE}.{file}:dequantize" for device, file in LAUNCHERS.items()},
+    launchers={device: f"{module}:dequantize" for device, module in LAUNCHERS.items()},
 )
 
 
@@ -93,7 +93,8 @@ def gguf_linear(x: Tensor, w: GGUFWeight, bias: Tensor | None = None, *, impl: s
         ValueError: shapes, dtypes or devices that do not fit, each named.
 
     Devices: cpu (stretches of at most 16 MiB of decoded weight), cuda (Triton: up to 64 rows W is decoded inside the
-        product, above that into a scratch of at most 32 MiB), mps and xla (plain torch, the weight whole for the call).
+        product, above that into a scratch of at most 32 MiB), mps (Metal,
+        decoded inside the product), xla (plain torch, the weight whole for the call).
     Numerics: W is rounded once to x's dtype; float32 accumulation; deterministic.
     Source: the block formats of ggml, as gguf.dequantize reads them.
     """
@@ -119,7 +120,7 @@ def dequantize_gguf(w: GGUFWeight, dtype: torch.dtype) -> Tensor:
     Raises:
         ValueError: a dtype that is not floating.
 
-    Devices: cpu, cuda (Triton), mps, xla.
+    Devices: cpu, cuda (Triton), mps (Metal), xla.
     Numerics: in float32 equal to gguf.dequantize, bit for bit.
     """
     if not dtype.is_floating_point:
