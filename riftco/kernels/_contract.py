@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .. import tpu
+from .. import metal, tpu
 
 KEYS = {"cpu": "CPU", "cuda": "CUDA", "mps": "MPS", "xla": "XLA"}
 IMPLS = {"spec": None, "triton": "cuda", "metal": "mps"}  # RIFTCO_IMPL value -> the device whose launchers it names
@@ -114,7 +114,10 @@ def own(name: str, device: str, dtype: torch.dtype = torch.float32) -> Choice:
     if device not in op.launchers:
         raise NotImplementedError(f"no {device} kernel for riftco::{name}; it has: {', '.join(op.launchers)}")
     path = op.launchers[device]
-    return Choice(path, f"{device}: {'plain torch (the spec)' if path == op.spec else 'its own launcher'}")
+    why = "plain torch (the spec)" if path == op.spec else "its own launcher"
+    if device == "mps" and name in metal.PLAIN:
+        why = f"PyTorch's own operations: {metal.PLAIN[name]}"
+    return Choice(path, f"{device}: {why}")
 
 
 @contextlib.contextmanager

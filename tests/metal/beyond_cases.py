@@ -4,12 +4,14 @@ and what the spec says, in pairs by name. They run inside `DEVICE.use()`, under 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from riftco import functional as F
+from riftco.kernels import _contract
 from riftco.kernels.adam.op import adam_step
 from riftco.kernels.gguf_linear.cases import random_blocks
 from riftco.kernels.gguf_linear.formats import FORMATS
@@ -93,6 +95,27 @@ def gguf_linear(dtype: torch.dtype) -> Pairs:
     return pairs
 
 
+def lora_linear(dtype: torch.dtype) -> Pairs:
+    """Strided rows; adapters of another dtype than x's, and of two. Small integers, whose products are exact."""
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randint(-2, 3, shape).float()
+
+    x, weight = draw(2, 33, 5).to(dtype).transpose(1, 2)[:, ::2], draw(13, 33).to(dtype)
+    pairs: Pairs = {}
+    for i, (a_dtype, b_dtype) in enumerate(((torch.float16, torch.float16), (dtype, torch.bfloat16))):
+        results = []
+        leaves = [x, draw(4, 33).to(a_dtype), draw(13, 4).to(b_dtype)]
+        for context in (contextlib.nullcontext(), _contract.implementation("spec")):
+            given = [t.detach().requires_grad_() for t in leaves]
+            with context:
+                y = F.lora_linear(given[0], weight, *given[1:], scale=0.25)
+                results.append((y, *torch.autograd.grad(y, given, torch.ones_like(y))))
+        for what, got, want in zip(("y", "d_x", "d_a", "d_b"), *results):
+            pairs[f"{i}, {what}"] = (got.detach(), lambda want=want: want.detach())
+    return pairs
+
+
 def _norm(function, dtype: torch.dtype, *more: Tensor) -> Pairs:
     """Strided rows and gradients, weights and a residual in float32, by hand and as the spec."""
     x = torch.randn(2, 40, 6).to(dtype).transpose(1, 2)[:, ::2]
@@ -150,4 +173,7 @@ def embedding(dtype: torch.dtype) -> Pairs:
     return {"gathered": (F.gather_rows(table, ids), want)}
 
 
-BEYOND = {f.__name__: f for f in (adam, cross_entropy, embedding, gguf_linear, layer_norm, nf4, rms_norm, rope, swiglu)}
+BEYOND = {
+    f.__name__: f
+    for f in (adam, cross_entropy, embedding, gguf_linear, layer_norm, lora_linear, nf4, rms_norm, rope, swiglu)
+}

@@ -79,6 +79,13 @@ NUMBERS = {  # the numbers of the case must be wrong
         ("b[16 + i % 32] >> g", "b[16 + i % 32] >> 0", "Q5_K, two blocks"),
         ("b[192 + i / 16]", "b[192 + i / 32]", "Q6_K, two blocks"),
     ],
+    "lora_linear": [
+        ("p->has_rows ? rows[n] : n", "n", "rows"),
+        ("n = p->reduced ? k : i, c = p->reduced ? i : k", "n = i, c = k", "odd sizes, bias"),
+        ("Out(p.scale * sums[e])", "Out(sums[e])", "dropout"),
+        ("float(*to) + p.scale * sums[e]", "p.scale * sums[e]", "odd sizes, bias"),
+        ("(p.has_rows ? rows[i] : i) * p.out_i", "i * p.out_i", "rows"),
+    ],
     "layer_norm": [
         ("product - (CENTRE ? sum : 0.0f)", "product - (CENTRE ? 0.0f : sum)", "odd sizes"),
         ("bias_sum += g;", "bias_sum = g;", "odd sizes"),
@@ -100,6 +107,10 @@ OUT_OF_BOUNDS = {  # AddressSanitizer must see it
         ("shared[6 * 32]", "shared[5 * 32]", "odd sizes"),
     ],
     "gguf_linear": [("case Q5_1: return 24;", "case Q5_1: return 34;", "Q5_1, two blocks")],
+    "lora_linear": [
+        ("if (i < p.I && j < p.J) out", "if (i < p.I) out", "odd sizes, bias"),
+        ("if (i >= p.I || j >= p.J) continue;", "if (i > p.I || j >= p.J) continue;", "odd sizes, bias"),
+    ],
     "nf4": [
         ("for (long k = lane; k < p.K; k += lanes)", "for (long k = lane; k <= p.K; k += lanes)", "blocks across rows"),
         ("m0 + i < M && k0 + k < K ? a(", "m0 + i < M && k0 + k <= K ? a(", "many rows"),

@@ -1,5 +1,6 @@
 """Where the extension and the shaders come from: the loader's errors, setup.py, the cache of libraries."""
 
+import importlib
 import pathlib
 import platform
 import runpy
@@ -15,6 +16,7 @@ import torch.utils.cpp_extension  # before platform.system() is changed below
 
 import riftco.metal
 from riftco.functional import cross_entropy
+from riftco.kernels import _contract
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -101,3 +103,11 @@ def test_libraries_and_functions_are_cached(device, monkeypatch):
         first = cross_entropy(x, y)
         monkeypatch.setattr(extension.shaders, "library", None)
         assert torch.equal(cross_entropy(x, y), first)
+
+
+def test_what_has_no_shader_is_listed_with_its_reason():
+    importlib.import_module("riftco.functional")  # defines every op
+    plain = {n for n, op in _contract.TABLE.items() if not op.launchers["mps"].startswith("riftco.metal.")}
+    assert plain == set(riftco.metal.PLAIN)
+    for name, reason in riftco.metal.PLAIN.items():
+        assert reason in _contract.own(name, "mps").why

@@ -87,7 +87,7 @@ labelled = define(
     "(Tensor target, int ignore_index) -> (Tensor, Tensor)",
     fake=lambda target, ignore_index: tuple(target.new_empty((), dtype=torch.float32) for _ in range(2)),
     spec=f"{HERE}.spec:labelled",
-    launchers={"cuda": f"{HERE}.cuda:labelled"},
+    launchers={"cuda": f"{HERE}.cuda:labelled", "mps": f"{HERE}.spec:labelled"},
 )
 
 

@@ -15,7 +15,7 @@ from .check import check, check_magnitude
 from .dora import rescale, weight_norm
 
 HERE = "riftco.kernels.lora_linear"
-LAUNCHERS = {"cpu": "cpu", "cuda": "cuda", "mps": "plain", "xla": "plain"}
+LAUNCHERS = {"cpu": f"{HERE}.cpu", "cuda": f"{HERE}.cuda", "mps": "riftco.metal.lora_linear", "xla": f"{HERE}.plain"}
 BASES = "str[] kinds, Tensor[] weights, SymInt[] sizes"
 DROPOUT = "Tensor? seed, float dropout_p, Tensor? rows"
 
@@ -44,7 +44,7 @@ fwd = define(
     " -> (Tensor[] ys, Tensor xa)",
     fake=_fake_fwd,
     spec=f"{HERE}.spec:forward",
-    launchers={device: f"{HERE}.{file}:forward" for device, file in LAUNCHERS.items()},
+    launchers={device: f"{module}:forward" for device, module in LAUNCHERS.items()},
 )
 bwd = define(
     "lora_linear_bwd",
@@ -52,7 +52,7 @@ bwd = define(
     " bool need_x, bool[] need_w, bool need_a, bool need_b) -> (Tensor d_x, Tensor[] d_ws, Tensor d_adapters)",
     fake=_fake_bwd,
     spec=f"{HERE}.spec:backward",
-    launchers={device: f"{HERE}.{file}:backward" for device, file in LAUNCHERS.items()},
+    launchers={device: f"{module}:backward" for device, module in LAUNCHERS.items()},
 )
 
 
@@ -214,7 +214,8 @@ def lora_linear(
         ValueError: shapes, dtypes, devices or options that do not fit, each named.
         IndexError: with RIFTCO_CHECK=1, rows outside or twice.
 
-    Devices: cpu, cuda (Triton; a dense base product is cuBLAS), mps and xla (plain torch).
+    Devices: cpu, cuda (Triton; a dense base product is cuBLAS), mps (Metal; a dense base product is
+        PyTorch's), xla (plain torch).
     Numerics: the adapter's products run in the wider dtype of A and B (float32 adapters on bfloat16 rows: float32, as
         in PEFT), with float32 accumulation; base and adapter are added in float32 and rounded to x's dtype; gradients
         of A and B are accumulated in float32 and rounded once to the parameter's dtype. DoRA's norm is float32, from
