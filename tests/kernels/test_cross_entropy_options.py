@@ -219,6 +219,39 @@ def test_backward_passes(device, k):
 
 
 @DEVICE_NAMES
+def test_gradients_may_be_changed_between_backward_passes(device):
+    """Zeroed or clipped in place, the first gradient leaves the second pass as it was."""
+    x, y = make(4, 20, device=device.torch_device)
+    x.requires_grad_()
+    with device.use():
+        loss = cross_entropy(x, y)
+        loss.backward(retain_graph=True)
+        want = x.grad.clone()
+        x.grad.zero_()
+        loss.backward(retain_graph=True)
+        torch.testing.assert_close(x.grad, want)
+        other = cross_entropy(x, y)
+        (got,) = torch.autograd.grad(other, x, retain_graph=True)
+        got.mul_(7.0)
+        (got,) = torch.autograd.grad(other, x)
+    torch.testing.assert_close(got, want)
+
+
+@DEVICE_NAMES
+@pytest.mark.parametrize("shape", [(2, 0), (0, 2)], ids=str)
+def test_no_rows_keep_their_shape(device, shape):
+    """Losses, lse and metrics of no rows at all have the target's shape, with and without a gradient."""
+    x = torch.randn(*shape, 5, device=device.torch_device)
+    y = torch.zeros(shape, dtype=torch.long, device=device.torch_device)
+    more = dict(return_lse=True, return_metrics=True) if device.name != "mps-emulated" else dict(return_lse=True)
+    for leaf in (x, x.clone().requires_grad_()):
+        with device.use():
+            loss, lse, *metrics = cross_entropy(leaf, y, reduction="none", **more)
+        assert loss.shape == lse.shape == shape
+        assert all(m.shape == shape for m in (metrics[0][:5] if metrics else ()))
+
+
+@DEVICE_NAMES
 def test_inplace(device):
     """The gradient lies where the logits were; a second backward pass is refused; strided rows stay in their place."""
     whole, y = make(4, 40, device=device.torch_device)

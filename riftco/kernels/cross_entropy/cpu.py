@@ -175,8 +175,9 @@ def _outputs(target: Tensor, logits: Tensor, metrics: bool) -> list[Tensor]:
     return [*out, torch.full((N,), -1)] if metrics else [*out, *no_metrics(logits)]
 
 
-def _shaped(out: list[Tensor], target: Tensor) -> tuple[Tensor, ...]:
-    return tuple(t.view(target.shape) if t.numel() == target.numel() and t.numel() else t for t in out)
+def _shaped(out: list[Tensor], target: Tensor, metrics: bool) -> tuple[Tensor, ...]:
+    made = 6 if metrics else 3
+    return *(t.view(target.shape) for t in out[:made]), *out[made:]
 
 
 def forward(
@@ -192,7 +193,7 @@ def forward(
         values, _ = _losses(call, rows, u, metrics)
         for o, value in zip(out, values if metrics else values[:3]):
             _put(o, rows, value)
-    return _shaped(out, target)
+    return _shaped(out, target, metrics)
 
 
 def backward(
@@ -241,7 +242,7 @@ def forward_backward(
         lse = call.s * top + log_total
         _put(d_x, rows, _gradient_(call, rows, u, ups[rows.where], None, slope, total, log_p, lse))
     d_logits = _finished(d_x, call, logits)
-    return *_shaped(out, target), logits.copy_(d_logits) if inplace and not there else d_logits
+    return *_shaped(out, target, metrics), logits.copy_(d_logits) if inplace and not there else d_logits
 
 
 def _finished(d_x: Tensor, call: _Call, logits: Tensor) -> Tensor:

@@ -159,8 +159,10 @@ class SummedLoss(torch.autograd.Function):
         d_logits, *saved = ctx.saved_tensors
         if not ctx.given:
             ctx.given = True
-            scale_(d_logits.data, d_total)  # .data: the saved tensor's version stays, and a second pass may come
-            return d_logits, *none
+            # .data twice: neither this nor what the caller does to the gradient (clipping, zero_grad) may count as a
+            # change of the saved tensor, as a second pass may come
+            scale_(d_logits.data, d_total)
+            return d_logits.data, *none
         if ctx.inplace:
             raise RuntimeError("cross_entropy: inplace=True gave its gradient away in the first backward pass")
         logits, target, row_weight, class_weight, d_loss, top, log_total = saved
