@@ -62,10 +62,14 @@ class Rows:
         """Whether every row is computed, so that outputs need no zeros."""
         return self.count == self.total and self.index is None
 
+    @property
+    def where(self) -> Where:
+        """All computed rows."""
+        return slice(self.first, self.first + self.count) if self.index is None else self.index
+
     def whole(self) -> tuple[Where, Tensor]:
         """(where, x [count, C]) of all computed rows: a view of x where they lie together."""
-        where = slice(self.first, self.first + self.count) if self.index is None else self.index
-        return where, self._rows_of_x(where)
+        return self.where, self._rows_of_x(self.where)
 
     def over(self, plan: Plan) -> Iterator[tuple[Where, Tensor]]:
         """(where, x [n, C]) of each slice."""

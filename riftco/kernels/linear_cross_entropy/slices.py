@@ -42,28 +42,34 @@ class Loss:
 
 
 class Outputs:
-    """loss, lse, log_prob, entropy, argmax of every row."""
+    """loss, lse, log_prob, entropy, argmax of every row; slices are put in order and joined once, at the end."""
 
     def __init__(self, rows: Rows, p: Problem):
         self.rows, self.p = rows, p
-        many = 4 if p.metrics else 2
-        self.values = [rows.zeros_or_empty(dtype=p.acc) for _ in range(many)]
-        self.argmax = torch.full((rows.total if p.metrics else 0,), -1, dtype=torch.int64, device=p.x.device)
+        self.slices: list[tuple[Tensor, ...]] = []
 
-    def put(self, where: Where, results) -> None:
-        loss, top, log_total, *more, argmax = results
-        lse = lse_of(top, log_total, self.p.softcap, self.p.logit_scale)
-        for out, value in zip(self.values, (loss, lse, *more)):
-            put(out, where, value)
-        if self.p.metrics:
-            put(self.argmax, where, argmax)
+    def put(self, results: tuple[Tensor, ...]) -> None:
+        self.slices.append(results)
 
     def finished(self) -> tuple[Tensor, ...]:
+        p = self.p
+        columns = list(zip(*self.slices)) or [()] * 6
+        loss, top, log_total, *more = (self._joined(c, 0, p.acc) for c in columns[: 5 if p.metrics else 3])
         if self.rows.short is not None:
-            self.values[0].masked_fill_(self.rows.short, torch.nan)
-        shaped = [v.view(self.p.rows) for v in self.values]
-        none = [v.new_empty(0) for v in self.values[: 4 - len(self.values)]]
-        return *shaped, *none, self.argmax.view(self.p.rows) if self.p.metrics else self.argmax
+            loss.masked_fill_(self.rows.short, torch.nan)
+        shaped = [v.view(p.rows) for v in (loss, lse_of(top, log_total, p.softcap, p.logit_scale), *more)]
+        if p.metrics:
+            return *shaped, self._joined(columns[5], -1, torch.int64).view(p.rows)
+        return *shaped, loss.new_empty(0), loss.new_empty(0), p.x.new_empty(0, dtype=torch.int64)
+
+    def _joined(self, parts: tuple[Tensor, ...], filler: int, dtype: torch.dtype) -> Tensor:
+        """The slices' values among those of all rows; dropped rows get the filler."""
+        if parts and self.rows.everything:
+            return torch.cat(parts)
+        out = torch.full((self.rows.total,), filler, dtype=dtype, device=self.p.x.device)
+        if parts:
+            put(out, self.rows.where, torch.cat(parts))
+        return out
 
 
 def forward(ce: Loss, *arguments) -> tuple[Tensor, ...]:
@@ -74,7 +80,7 @@ def forward(ce: Loss, *arguments) -> tuple[Tensor, ...]:
         out = Outputs(rows, p)
         for where, xs in rows.over(slices):
             logits = head.logits(xs, head.inner(xs))
-            out.put(where, _losses(ce, p, logits, where))
+            out.put(_losses(ce, p, logits, where))
             del logits
         return out.finished()
 
@@ -99,7 +105,7 @@ def backward(ce: Loss, d_loss: Tensor | None, *arguments) -> tuple[Tensor, ...]:
         for where, xs in rows.over(slices):
             inner = head.inner(xs)
             logits = head.logits(xs, inner)
-            out.put(where, _gradients_(ce, p, logits, where, upstream))
+            out.put(_gradients_(ce, p, logits, where, upstream))
             g = logits  # by now
             d_inner = head.d_inner(g) if need_x or need_a else None
             if need_x:

@@ -47,7 +47,7 @@ def backward(
         results = ce.forward(
             logits, p.target.reshape(-1)[where], _piece(p.row_weight, where), p.class_weight, *p.options, p.metrics
         )
-        out.put(where, results)
+        out.put(results)
         top[done : done + xs.shape[0]], log_total[done : done + xs.shape[0]] = results[1], results[2]
         done += xs.shape[0]
     head.buffer = None
