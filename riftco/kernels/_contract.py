@@ -29,7 +29,7 @@ class Op:
     name: str
     spec: str
     launchers: Mapping[str, str]
-    routes: str | None = None
+    routes: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,13 @@ _PINNING = threading.Lock()
 
 
 def define(
-    name: str, schema: str, *, fake: Callable, spec: str, launchers: Mapping[str, str], routes: str | None = None
+    name: str,
+    schema: str,
+    *,
+    fake: Callable,
+    spec: str,
+    launchers: Mapping[str, str],
+    routes: Mapping[str, str] | str | None = None,
 ):
     """Define ``riftco::<name>`` and return its overload.
 
@@ -55,15 +61,16 @@ def define(
         spec: ``"module:function"`` with the meaning in plain torch; serves float64 and ``RIFTCO_IMPL=spec``, and
             the CPU unless `launchers` names something better.
         launchers: device type -> ``"module:function"``; a device that is missing here refuses by name.
-        routes: where its CUDA launcher picks among kernels, ``"module:function"`` of a dtype that returns
-            (which calls, route, why) for the GPU of this machine; explain() shows them.
+        routes: where a device's launcher picks among kernels, device type -> ``"module:function"`` of a dtype that
+            returns (which calls, route, why) for the GPU of this machine; explain() shows them. One alone is CUDA's.
     """
     if name in TABLE:  # torch itself would only warn and override
         raise RuntimeError(f"riftco::{name} is already defined")
     unknown = set(launchers) - set(KEYS)
     if unknown:
         raise ValueError(f"riftco::{name}: unknown device types {sorted(unknown)}; known: {', '.join(KEYS)}")
-    op = Op(name, spec, {"cpu": spec, **launchers}, routes)
+    of_device = {"cuda": routes} if isinstance(routes, str) else routes or {}
+    op = Op(name, spec, {"cpu": spec, **launchers}, of_device)
     forward = TABLE.get(name.removesuffix("_bwd") + "_fwd") if name.endswith("_bwd") else None
     if forward and (lacking := forward.launchers.keys() - op.launchers.keys()):  # no graph that cannot be computed
         raise RuntimeError(f"riftco::{forward.name} runs on {', '.join(sorted(lacking))}, where {name} does not")
@@ -219,7 +226,7 @@ def explain(device: str | None = None, dtype: torch.dtype = torch.float32) -> li
             try:
                 choice = choose(name, dev, dtype)
                 rows.append({"op": name, "device": dev, "implementation": choice.path, "why": choice.why})
-                routes = TABLE[name].routes if dev == "cuda" and choice.path == TABLE[name].launchers["cuda"] else None
+                routes = TABLE[name].routes.get(dev) if choice.path == TABLE[name].launchers.get(dev) else None
                 for case, route, why in load(routes)(dtype) if routes else ():
                     rows.append({"op": f"{name}, {case}", "device": dev, "implementation": route, "why": why})
             except (NotImplementedError, RuntimeError) as refused:

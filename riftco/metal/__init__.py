@@ -18,16 +18,13 @@ INSTALLED = PACKAGE / "shaders"  # where setup.py puts csrc/metal in a wheel
 CHECKOUT = PACKAGE.parents[1] / "csrc" / "metal"
 SUFFIXES = {
     torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
+    torch.int8: "i8",
 }  # fmt: skip
 
 # What runs on PyTorch's own MPS operations, and why; every other operator has a shader. A test holds
 # this to the op table.
 PLAIN = {
     "adam_advance": "one addition for each step count",
-    "attention_bwd": "no shader takes all of its options yet",
-    "attention_fwd": "no shader takes all of its options yet",
-    "cached_attention_bwd": "no shader reads a cache yet",
-    "cached_attention_fwd": "no shader reads a cache yet",
     "cached_attention_write": "rows are copied into slots and pages",
     "cross_entropy_labelled": "a count of labels",
     "lora_rescale_bwd": "DoRA alone asks for it: a factor for each feature",

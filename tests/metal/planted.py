@@ -3,6 +3,59 @@
 """
 
 NUMBERS = {  # the numbers of the case must be wrong
+    "cached_attention_backward": [
+        ("min(run.rows, place + p.left + 1)", "min(run.rows, place + p.left)", "window, softcap, sinks"),
+        ("max(place, long(0))", "max(place - 1, long(0))", "runs of every length, spare rows of NaN"),
+        ("head < (key_head + 1) * G", "head < key_head * G + 1", "runs of every length, spare rows of NaN"),
+        ("stored<C>(v_row, vs_row, d)", "stored<C>(k_row, vs_row, d)", "decode, one row a slot"),
+    ],
+    "cached_attention": [
+        ("scale[d / 32]", "scale[0]", "decode, q8_0 pages, a slot that is not there"),
+        ("w / p.page_size]", "0]", "chunk over pages"),
+        ("max(at - p.left, long(0))", "max(at - p.left - 1, long(0))", "window, softcap, sinks"),
+        ("min(min(run.start, at + 1), p.W)", "min(run.start, p.W)", "more query rows than new keys"),
+        ("at - run.start + 1) - new_first", "at - run.start) - new_first", "runs of every length, spare rows of NaN"),
+        (
+            "p.has_sinks && sees.live && piece == 0",
+            "p.has_sinks && sees.live && piece == 1",
+            "one chunk in pieces, q8_0",
+        ),
+        ("mine = head + min(long(simdgroup), heads - 1)", "mine = head", "decode, one row a slot"),
+        ("piece * p.chunk)", "piece * p.chunk - 1)", "decode, eight rows, several pieces"),
+        ("- shift(all.largest));", "- shift(totals[place * 2]));", "decode, eight rows, several pieces"),
+        ("total = total * shrink +", "total = total +", "decode, eight rows, several pieces"),
+    ],
+    "attention_forward": [
+        ("place + p.right + 1", "place + p.right", "causal, several tiles"),
+        ("place - p.left)", "place - p.left - 1)", "window"),
+        ("min(long(documents.cu_k[n + 1]), p.S)", "min(long(documents.cu_k[n + 1]) + 1, p.S)", "packed, more keys"),
+        ("if (largest != -INFINITY) shrink =", "if (false) shrink =", "causal, several tiles"),
+        ("part += simd_shuffle_xor(part, 2)", "part *= 2", "odd sizes"),
+        ("total = largest > -INFINITY ? 1.0f : 0.0f", "total = 0.0f", "sinks"),
+        ("row >= there.lo && row < there.hi", "row >= there.lo", "packed, spare rows of NaN"),
+        ("d < D && row", "row", "head dim 7"),
+    ],
+    "attention_backward": [
+        ("1.0f - (s / p.softcap) * (s / p.softcap)", "1.0f", "softcap"),
+        ("weight * (dp - delta)", "weight * dp", "odd sizes"),
+        ("place - p.right)", "place - p.right + 1)", "causal, several tiles"),
+        ("head < (key_head + 1) * heads", "head < key_head * heads + 1", "odd sizes"),
+        ("row = first - p.kv_grad_start + i", "row = first + i", "gradients of the last keys"),
+        (
+            "stage<T, BQ, DMAX>(q_tile, queries, p.q, begin, {begin, all.hi}",
+            "stage<T, BQ, DMAX>(q_tile, queries, p.q, begin, {begin, 4096}",
+            "packed, spare rows of NaN",
+        ),
+    ],
+    "attention_rows": [
+        ("live ? sum - (p.has_d_lse ? d_lse[at] : 0.0f) : 0.0f", "live ? sum : 0.0f", "odd sizes"),
+        ("if (p.need_v && d < p.Dv)", "if (p.need_v && d < p.D)", "head dims differ"),
+        (
+            "for (long column = 0; column < p.D; column += threads)",
+            "for (long column = 0; column < 1; column += threads)",
+            "a row at a time",
+        ),
+    ],
     "cross_entropy": [
         ("v == y ? exp_m1(log_p) : probability", "v == y ? -exp_m1(log_p) : probability", "odd sizes"),
         ("factor * part.sum;", "part.sum;", "several blocks of V"),
@@ -99,6 +152,25 @@ NUMBERS = {  # the numbers of the case must be wrong
     ],
 }
 OUT_OF_BOUNDS = {  # AddressSanitizer must see it
+    "cached_attention_backward": [
+        ("e < p.D; e += 32", "e <= p.D; e += 32", "decode, one row a slot"),
+    ],
+    "cached_attention": [
+        ("long from = 0, to = sees.prefix", "long from = 0, to = 1 + sees.prefix", "more query rows than new keys"),
+        ("float scores[HEADS * THREADS]", "float scores[3 * THREADS]", "one chunk in pieces, q8_0"),
+    ],
+    "attention_forward": [
+        ("row < there.hi;", "row <= there.hi;", "one row"),
+        ("first + my_row < p.T)", "first + my_row <= p.T)", "odd sizes"),
+        ("threadgroup T kv_tile[BK * DMAX]", "threadgroup T kv_tile[BK * DMAX - 64]", "odd sizes"),
+    ],
+    "attention_backward": [
+        ("there ? lse[row_values", "true ? lse[row_values", "odd sizes"),
+        ("row + i < rows && column", "row + i <= rows && column", "one row"),
+    ],
+    "attention_rows": [
+        ("float(values[(begin + n) * p.v.row", "float(values[(begin + n + 1) * p.v.row", "head dims differ"),
+    ],
     "cross_entropy": [
         ("v < p.V; v += threads) {\n      const float x", "v <= p.V; v += threads) {\n      const float x",
          "one row of two classes"),
@@ -139,6 +211,12 @@ OUT_OF_BOUNDS = {  # AddressSanitizer must see it
     ],
 }  # fmt: skip
 ADDRESS_SPACES = {  # the lint must refuse it
+    "cached_attention": [
+        ("device const C* row = v_cache;", "threadgroup const C* row = v_cache;"),
+    ],
+    "attention_forward": [
+        ("stage<T, BQ, DMAX>(q_tile, ", "stage<T, BQ, DMAX>(out, "),
+    ],
     "nf4": [("device const float* absmax;", "threadgroup const float* absmax;")],
     "rms_norm": [("product = threadgroup_sum(product, products,", "product = threadgroup_sum(product, d_x,")],
     "rope": [("device const T* x, constant Heads& s", "threadgroup const T* x, constant Heads& s")],

@@ -16,12 +16,13 @@ import pytest
 import support
 import torch
 from beyond_cases import BEYOND
+from shaders_of_rooms import ROOM_OF
 
 import riftco.metal
 from riftco.kernels._check import inputs_of, outputs_and_grads, to
 
 ROOMS = support.rooms()
-SHADERS = sorted(f.stem for f in riftco.metal.CHECKOUT.glob("*.metal"))
+SHADERS = sorted(ROOM_OF)
 DEVICE = next(d for d in support.DEVICES if d.name == "mps-emulated")
 pytestmark = pytest.mark.skipif(not DEVICE.available, reason=f"mps-emulated: {DEVICE.why_not}")
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
@@ -32,8 +33,9 @@ def rows(table):
 
 
 def float32_only(source: str) -> str:
-    """The shader without the kernels of 16-bit dtypes: quicker to compile."""
-    return re.sub(r'^INSTANTIATE\w*\([^)]*"(f16|bf16)[^)]*\)\n', "\n", source, flags=re.M)
+    """The shader without the kernels of 16-bit dtypes and, where there are several widths, of the wide ones: quicker
+    to compile."""
+    return re.sub(r'^INSTANTIATE\w*\(((128|256),|[^)]*"(f16|bf16))[^)]*\)\n', "\n", source, flags=re.M)
 
 
 def changed(source: str, old: str, new: str) -> str:
@@ -42,22 +44,22 @@ def changed(source: str, old: str, new: str) -> str:
 
 
 def found_case(shader: str, name: str):
-    return next(c for c in ROOMS[shader].CASES if c.name == name)
+    return next(c for c in ROOMS[ROOM_OF[shader]].CASES if c.name == name)
 
 
 @functools.cache
 def jobs(shader: str, name: str | None = None) -> tuple[metal_emulator.Job, ...]:
     """The float32 launches of one case, or of all of them and of what lies beyond."""
-    cases, launched = ROOMS[shader], []
+    cases, launched = ROOMS[ROOM_OF[shader]], []
     torch.manual_seed(0)
     for case in [c for c in cases.CASES if (not c.slow if name is None else c.name == name)]:
         inputs = to(inputs_of(cases, case, torch.float32), torch.float32, "cpu")
         with DEVICE.use(), support.poisoned(), metal_emulator.recording() as some:
             outputs_and_grads(cases.call, cases, case, inputs)
         launched += some
-    if name in (None, "beyond") and shader in BEYOND:
+    if name in (None, "beyond") and ROOM_OF[shader] in BEYOND:
         with DEVICE.use(), support.poisoned(), metal_emulator.recording() as some:
-            BEYOND[shader](torch.float32)
+            BEYOND[ROOM_OF[shader]](torch.float32)
         launched += some
     source = riftco.metal.source(shader)
     return tuple(j for j in launched if j.source == source and j.threads <= 224)
@@ -83,7 +85,7 @@ def test_wrong_numbers_are_caught(shader, old, new, case, monkeypatch):
     real = riftco.metal.source
     monkeypatch.setattr(riftco.metal, "source", lambda name: broken if name == shader else real(name))
     with pytest.raises(AssertionError):
-        support.check_case(ROOMS[shader], found_case(shader, case), torch.float32, DEVICE)
+        support.check_case(ROOMS[ROOM_OF[shader]], found_case(shader, case), torch.float32, DEVICE)
 
 
 @pytest.mark.parametrize("shader,old,new,case", rows(planted.OUT_OF_BOUNDS))
@@ -100,8 +102,9 @@ def test_the_wrong_address_space_is_caught(shader, old, new):
     assert "address space" in errors or "'threadgroup " in errors, errors
 
 
-def barriers():
-    """Every barrier of every file, as its places in the shaders that have it: [(shader, position in the source)]."""
+def barriers(sampled: bool = False):
+    """Every barrier of every file, as its places in the shaders that have it: [(shader, position in the source)]. Of a
+    sample all but the first of each file are slow."""
     places: dict[str, list] = {}
     for shader in SHADERS:
         source, count = riftco.metal.source(shader), {}
@@ -109,7 +112,10 @@ def barriers():
             file = re.findall(r'#line \d+ "([\w.]+)"', source[: m.start()])[-1]
             number = count[file] = count.get(file, -1) + 1
             places.setdefault(f"{file}-{number}", []).append((shader, m.start()))
-    return [pytest.param(where, id=name) for name, where in places.items()]
+    return [
+        pytest.param(where, id=name, marks=[pytest.mark.slow] if sampled and not name.endswith("-0") else [])
+        for name, where in places.items()
+    ]
 
 
 @pytest.mark.parametrize("places", barriers())
@@ -126,7 +132,7 @@ def test_without_any_one_barrier_there_is_a_race(places):
     pytest.fail("no launch needs this barrier")
 
 
-@pytest.mark.parametrize("places", barriers())
+@pytest.mark.parametrize("places", barriers(sampled=True))
 def test_a_divergent_barrier_is_caught(places):
     for shader, at in places:
         source = riftco.metal.source(shader)

@@ -14,13 +14,14 @@ import pytest
 import support
 import torch
 from beyond_cases import BEYOND
+from shaders_of_rooms import ROOM_OF
 
 import riftco.metal
 from riftco.kernels import _contract
 from riftco.kernels._check import inputs_of, loss_on, outputs_and_grads, to, within_budget
 
 ROOMS = {name: cases for name, cases in support.rooms().items() if importlib.util.find_spec(f"riftco.metal.{name}")}
-SHADERS = [name for name in ROOMS if (riftco.metal.CHECKOUT / f"{name}.metal").exists()]
+SHADERS = list(ROOM_OF)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SEEDS = (0, 1, 2, 3, 4)
 WATCHED = 4  # launches of a kernel that a sanitizer replays in the default run
@@ -71,7 +72,8 @@ def test_what_no_case_reaches(room, dtype):
 @pytest.fixture(scope="module", params=SHADERS)
 def jobs(request):
     """What the launch code asks Metal to do for all cases of a room; every kernel of the shader must be among it."""
-    cases, jobs = ROOMS[request.param], []
+    room, jobs = ROOM_OF[request.param], []
+    cases = ROOMS[room]
     for dtype in DTYPES:
         for case in small(cases):
             inputs = to(inputs_of(cases, case, dtype), dtype, "cpu")
@@ -79,7 +81,7 @@ def jobs(request):
                 outputs_and_grads(cases.call, cases, case, inputs)
             jobs += launched
         with DEVICE.use(), support.poisoned(), metal_emulator.recording() as launched:
-            BEYOND.get(request.param, lambda dtype: None)(dtype)
+            BEYOND.get(room, lambda dtype: None)(dtype)
         jobs += launched
     source = riftco.metal.source(request.param)
     jobs = [j for j in jobs if j.source == source]

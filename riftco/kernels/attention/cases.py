@@ -21,6 +21,7 @@ PLAIN_CASES = (
     Case("causal, rows without keys", dict(B=1, T=70, S=20, H=2, K=1, D=32, DV=32), dict(causal=True)),
     Case("head dims differ", dict(B=1, T=20, S=33, H=2, K=1, D=12, DV=40), dict(causal=True)),
     Case("head dim 7", dict(B=1, T=18, S=18, H=5, K=1, D=7, DV=7)),
+    Case("head dim 80", dict(B=1, T=20, S=35, H=2, K=1, D=80, DV=80), dict(causal=True)),
     Case("head dim 256", dict(B=1, T=33, S=50, H=2, K=1, D=256, DV=256), dict(causal=True)),
     Case("a row at a time", dict(B=1, T=5, S=7, H=2, K=1, D=520, DV=264), dict(causal=True)),
     Case(

@@ -52,10 +52,10 @@ fwd = define(
     launchers={
         "cpu": f"{HERE}.cpu:forward",
         "cuda": f"{HERE}.cuda:forward",
-        "mps": f"{HERE}.composed:forward",
+        "mps": "riftco.metal.attention:forward",
         "xla": "riftco.tpu.attention:forward",
     },
-    routes=f"{HERE}.route:forward_routes",
+    routes={"cuda": f"{HERE}.route:forward_routes", "mps": "riftco.metal.attention_route:routes"},
 )
 bwd = define(
     "attention_bwd",
@@ -67,10 +67,10 @@ bwd = define(
     launchers={
         "cpu": f"{HERE}.cpu:backward",
         "cuda": f"{HERE}.cuda:backward",
-        "mps": f"{HERE}.composed:backward",
+        "mps": "riftco.metal.attention:backward",
         "xla": "riftco.tpu.attention:backward",
     },
-    routes=f"{HERE}.route:backward_routes",
+    routes={"cuda": f"{HERE}.route:backward_routes", "mps": "riftco.metal.attention_route:routes"},
 )
 
 
@@ -181,7 +181,8 @@ def attention(
             k_lens out of range.
 
     Under autocast q, k, v are cast to its dtype, as PyTorch does.
-    Devices: cpu (blocked), cuda (Triton; Gluon on Hopper), mps and xla (composed of PyTorch's operations, in tiles).
+    Devices: cpu (blocked), cuda (Triton; Gluon on Hopper), mps (Metal; with a bias or dropout as on xla), xla (composed
+        of PyTorch's operations, in tiles).
     Numerics: float32 accumulation and softmax; P and dS are rounded once to 16 bit on CUDA for 16-bit inputs, and for
     bfloat16 on CPUs that multiply it; in float16 dO is brought into range by a power of two a document and head, undone
     exactly.

@@ -43,7 +43,7 @@ fwd = define(
     launchers={
         "cpu": f"{HERE}.cpu:forward",
         "cuda": f"{HERE}.cuda:forward",
-        "mps": f"{HERE}.spec:forward",
+        "mps": "riftco.metal.cached_attention:forward",
         "xla": f"{HERE}.spec:forward",
     },
 )
@@ -56,7 +56,7 @@ bwd = define(
     launchers={
         "cpu": f"{HERE}.cpu:backward",
         "cuda": f"{HERE}.cuda:backward",
-        "mps": f"{HERE}.spec:backward",
+        "mps": "riftco.metal.cached_attention:backward",
         "xla": f"{HERE}.spec:backward",
     },
 )
@@ -141,7 +141,7 @@ def attention_with_cache(
     Slots, positions and bounds stay on the device: no host synchronisation, fixed shapes can be captured in a CUDA
     graph. Positions beyond the window and pages that are not there read other rows of the cache, never foreign memory.
     Under autocast q, k_new, v_new are cast to its dtype, as PyTorch does.
-    Devices: cpu (blocked), cuda (Triton), mps and xla (plain torch, holds all scores).
+    Devices: cpu (blocked), cuda (Triton), mps (Metal), xla (plain torch, holds all scores).
     Numerics: float32 accumulation and softmax; cached rows are rounded once to q's dtype, P and dS once to 16 bit; in
     float16 dO is brought into range by a power of two a run and head, undone exactly. No atomics: equal between runs.
     With one to eight rows a run a result does not depend on the other runs of the call, bit for bit.

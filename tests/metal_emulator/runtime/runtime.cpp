@@ -179,17 +179,23 @@ int msl_has(const char* host_name) { return registry().count(host_name); }
 }
 
 namespace {
+[[noreturn]] void fail(const char* call) {  // under TSan every threadgroup keeps its stacks: a few hundred fit a process
+  std::perror(call);
+  std::fprintf(stderr, "no room for the stacks of another threadgroup; give the job fewer threadgroups\n");
+  std::abort();
+}
+
 void map_stacks(Group& g, unsigned count) {
   if (g.stack_count >= count) return;
   if (g.stacks) munmap(g.stacks, g.stack_count * kStackBytes);
   void* memory = mmap(nullptr, count * kStackBytes, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) std::abort();
+  if (memory == MAP_FAILED) fail("mmap");
   g.stacks = static_cast<char*>(memory);
   g.stack_count = count;
   const size_t page = sysconf(_SC_PAGESIZE);
   for (unsigned i = 0; i < count; i++)  // an overflow must not reach the neighbour's stack
-    if (mprotect(g.stacks + i * kStackBytes, page, PROT_NONE)) std::abort();
+    if (mprotect(g.stacks + i * kStackBytes, page, PROT_NONE)) fail("mprotect");
 }
 
 void set_up(Group& g, const Kernel& kernel, void** buffers, const unsigned at[3], const unsigned groups[3],
