@@ -8,7 +8,7 @@ from . import launch
 
 def forward(weight: Tensor, ids: Tensor) -> Tensor:
     out = weight.new_empty(*ids.shape, weight.shape[1])
-    _launch("gather", out, [weight, ids.reshape(-1).long()], rows=weight.shape[0])
+    _launch("gather", out, [weight, ids.reshape(-1).long().contiguous()], rows=weight.shape[0])
     return out
 
 
@@ -37,7 +37,7 @@ def scatter_backward(d_out: Tensor, ids: Tensor, owner: Tensor, need_x: bool, ne
     if need_x:
         _launch("kept", d_x, [d_out, owner], rows=len(d_out))
     if need_rows:
-        _launch("owned", d_rows, [d_out, ids.long(), owner], rows=len(d_out))
+        _launch("owned", d_rows, [d_out, ids.long().contiguous(), owner], rows=len(d_out))
     return d_x, d_rows
 
 

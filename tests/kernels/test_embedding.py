@@ -107,6 +107,34 @@ def test_other_rows_keep_their_bytes(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+def test_strides_of_the_ids(device, kind):
+    """Every other id of a row, a column and an expanded id: read where they are, what lies between is not."""
+    there = device.torch_device
+    x, d_out = (torch.randn(n, 5, device=there) for n in (6, 4))
+    wide = torch.full((8, 3), 99, dtype=kind, device=there)
+    wide[::2, 1] = torch.tensor([3, 1, 5, 3], dtype=kind, device=there)
+    for ids in (wide[::2, 1], wide[:, 1][::2].view(2, 2), wide[2, 1].expand(4)):
+        flat = ids.reshape(-1).tolist()
+        with device.use():
+            assert torch.equal(gather_rows(x, ids).reshape(4, 5), x[flat])
+            got = gradient(x, ids, d_out.view(*ids.shape, 5))
+            if ids.dim() == 1:
+                a, b = x.clone().requires_grad_(), d_out.clone().requires_grad_()
+                out = scatter_rows(a, ids, b)
+                d_a, d_b = torch.autograd.grad(out, (a, b), x)
+        want = torch.zeros_like(x).index_add_(0, torch.tensor(flat, device=there), d_out)
+        torch.testing.assert_close(got, want)
+        if ids.dim() == 1:
+            last = {row: i for i, row in enumerate(flat)}
+            for row in range(6):
+                assert torch.equal(out[row], d_out[last[row]] if row in last else x[row])
+                assert torch.equal(d_a[row], 0 * x[row] if row in last else x[row])
+            for i, row in enumerate(flat):
+                assert torch.equal(d_b[i], x[row] if last[row] == i else 0 * x[row])
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_strides(device):
     there = device.torch_device
     base, rows, d = (torch.randn(n, 6, device=there) for n in (8, 3, 8))

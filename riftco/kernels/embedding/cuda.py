@@ -82,7 +82,7 @@ def forward(weight: Tensor, ids: Tensor) -> Tensor:
     C = weight.shape[1]
     out = weight.new_empty(*ids.shape, C)
     if out.numel():
-        flat = ids.reshape(-1)
+        flat = ids.reshape(-1).contiguous()  # a view of one stride would be flat, too
         grid, block = _grid(len(flat), C)
         with on(weight):
             _gather[grid](out, weight, flat, weight.shape[0], C, *weight.stride(), BLOCK=block)
@@ -95,7 +95,7 @@ def backward(d_out: Tensor, ids: Tensor, rows: int, padding_idx: int | None, by_
     if not out.numel():
         return out
     # a stable sort keeps the order of equal ids; ids outside fall before or behind all rows
-    ordered, order = torch.sort(ids, stable=True)
+    ordered, order = torch.sort(ids.contiguous(), stable=True)
     bounds = torch.searchsorted(ordered, torch.arange(rows + 1, device=ids.device, dtype=ids.dtype))
     grid, block = _grid(rows, C)
     padding = -1 if padding_idx is None else padding_idx
@@ -126,6 +126,7 @@ def scatter(x: Tensor, ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def scatter_backward(d_out: Tensor, ids: Tensor, owner: Tensor, need_x: bool, need_rows: bool) -> tuple[Tensor, Tensor]:
     N, C = d_out.shape
+    ids = ids.contiguous()
     d_x = d_out.new_empty(N, C) if need_x else d_out.new_empty(0)
     d_rows = d_out.new_empty(len(ids), C) if need_rows else d_out.new_empty(0)
     with on(d_out):
