@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from ..functional import attention, describe_head, rope, sliced_head_loss, swiglu
+from ..functional import attention, describe_head, recomputed, rope, sliced_head_loss, swiglu
 from ..nn import Embedding, RMSNorm, linear_group
 from .config import DecoderConfig
 from .errors import ModelError
@@ -56,7 +56,8 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, rotation: Rotation, packing: Packing | None = None, cache: KVCache | Attends | None = None
     ) -> Tensor:
-        rows = linear_group(x, (self.q_proj, self.k_proj, self.v_proj))
+        with recomputed(x):  # what the norm has read is kept anyway
+            rows = linear_group(x, (self.q_proj, self.k_proj, self.v_proj))
         q, k, v = (row.unflatten(-1, (-1, self.head_dim)) for row in rows)
         if self.norms_qk:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -87,7 +88,13 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(inner, C, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(swiglu(*linear_group(x, (self.gate_proj, self.up_proj))))
+        h = swiglu(*self._gated(x))
+        with recomputed(h):  # gate and up are kept, and give h again
+            return self.down_proj(h)
+
+    def _gated(self, x: Tensor) -> tuple[Tensor, ...]:
+        with recomputed(x):  # what the norm has read is kept anyway
+            return linear_group(x, (self.gate_proj, self.up_proj))
 
 
 class Block(nn.Module):
@@ -101,8 +108,9 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, rotation: Rotation, packing: Packing | None = None, cache: KVCache | Attends | None = None
     ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rotation, packing, cache)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        attended = self.self_attn(self.input_layernorm(x), rotation, packing, cache)
+        h, x = self.post_attention_layernorm(attended, x)  # the norm of their sum, and the sum
+        return x + self.mlp(h)
 
 
 class Backbone(nn.Module):
