@@ -208,6 +208,31 @@ def test_nothing_waits_for_the_gpu():
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("form", ["contiguous", "paged"])
+def test_a_state_that_does_not_fit_changes_nothing(form):
+    """Refused by name before anything is touched: the next step is the one that it would have been."""
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(*shape)) for shape in ((3, 4), (7,))]
+    optimizer = Adam(params, lr=0.1, state=form)
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    short, stepless = copy.deepcopy(before), copy.deepcopy(before)
+    short["state"][1]["exp_avg"] = torch.zeros(5)
+    del stepless["state"][1]["step"]
+    for bad, text in ((short, r"exp_avg of parameter 1 has 5 values"), (stepless, "parameter 1 lacks step")):
+        bad["state"][0]["exp_avg"].zero_()
+        bad["param_groups"][0]["lr"] = 7.0
+        with pytest.raises(ValueError, match=text):
+            optimizer.load_state_dict(bad)
+        after = optimizer.state_dict()
+        assert after["param_groups"] == before["param_groups"]
+        for n, state in before["state"].items():
+            for name, value in state.items():
+                assert torch.equal(after["state"][n][name], value), (n, name)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("first,second", [("torch", "ours"), ("ours", "torch"), ("ours", "ours")])
 def test_state_dict_of_torch(first, second, dtype):

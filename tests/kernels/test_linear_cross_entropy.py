@@ -444,6 +444,12 @@ def test_errors(monkeypatch):
         (lambda: linear_cross_entropy(x, weight, y, reduction="avg"), "'avg'"),
         (lambda: linear_cross_entropy(x, weight, y, row_weight=torch.ones(3)), "row_weight must be float32"),
         (lambda: linear_cross_entropy(x, weight, y, reduction="sum", denominator=3), "denominator"),
+        (lambda: linear_cross_entropy(x, weight, y, denominator=torch.ones((), requires_grad=True)), "denominator is"),
+        (
+            lambda: linear_cross_entropy(x, weight, y, lora=(weight[:2], weight[:, :2])),
+            "lora must be",
+        ),
+        (lambda: linear_cross_entropy(x, weight, y, lora=(None, weight[:, :2], 1.0)), "lora must be .* NoneType"),
         (lambda: linear_cross_entropy(x, weight, y, slice_bytes=0), "slice_bytes"),
         (lambda: linear_cross_entropy(x, weight, y, accum_dtype=torch.float16), "accum_dtype"),
         (lambda: linear_cross_entropy(x, weight, y, n_labelled=-1), "n_labelled"),

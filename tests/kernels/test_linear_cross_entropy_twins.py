@@ -99,7 +99,11 @@ def test_cut_cross_entropy():
         torch.testing.assert_close(lse, z[:, : 7 - s].logsumexp(-1))
         module = nn.LinearCrossEntropy(shift=shift, filter_eps=None, accum_c_fp32=True, impl="cce_exact")
         torch.testing.assert_close(module(x, weight, y, bias), want.mean())
-    for options, text in ((dict(impl="fast"), "'fast'"), (dict(vocab_parallel_options=1), "vocab_parallel_options")):
+    for options, text in (
+        (dict(impl="fast"), "'fast'"),
+        (dict(vocab_parallel_options=1), "vocab_parallel_options"),
+        (dict(shift=-1), "shift"),
+    ):
         with pytest.raises(ValueError, match=text):
             cce_linear_cross_entropy(x, weight, y, **options)
 

@@ -300,6 +300,7 @@ def test_errors():
         (lambda: rope(q, k, cos, sin, impl="fast"), "'fast'"),
         (lambda: rope(q.clone().requires_grad_(), k, cos, sin, inplace=True), "records no gradient"),
         (lambda: rope(q[:1].expand(2, 5, 3, 8), k, cos, sin, inplace=True), "expanded"),
+        (lambda: rope(q, q, cos, sin, inplace=True), "two tensors"),
         (lambda: rope(q, k, cos.clone().requires_grad_(), sin), "cos is not differentiable"),
         (lambda: rope_tables(8, 4, scaling=dict(rope_type="spiral")), "'spiral' is not supported"),
         (lambda: rope_tables(8, 4, scaling=dict(rope_type="longrope")), "needs short_factor, long_factor"),

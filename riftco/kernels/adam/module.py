@@ -236,6 +236,7 @@ class Adam(torch.optim.Optimizer):
             for option in ("amsgrad", "maximize", "differentiable"):
                 if group.get(option):
                     raise ValueError(f"Adam: a state saved with {option}=True cannot be continued")
+        self._check_state(state_dict)
         decoupled = [group["decoupled_weight_decay"] for group in self.param_groups]
         super().load_state_dict({**state_dict, "state": {}})
         for group, ours in zip(self.param_groups, decoupled):
@@ -252,6 +253,25 @@ class Adam(torch.optim.Optimizer):
         self._allocate([p for p, _ in pairs])
         for p, saved in pairs:
             self._load(p, {k: v for k, v in saved.items() if k != WRAPPED} | saved.get(WRAPPED, {}))
+
+    def _check_state(self, state_dict: dict[str, Any]) -> None:
+        """Refuse what does not fit the parameters while the state that is there is still whole."""
+        names = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        for n, p in zip(names, params):
+            saved = state_dict["state"].get(n)
+            if not saved:
+                continue
+            saved = {k: v for k, v in saved.items() if k != WRAPPED} | saved.get(WRAPPED, {})
+            moments = MOMENTS if "exp_avg" in saved else CODED[:2]
+            if lacking := [name for name in ("step", *moments) if name not in saved]:
+                raise ValueError(f"Adam: the state of parameter {n} lacks {', '.join(lacking)}")
+            for name in moments:
+                if saved[name].numel() != p.numel():
+                    raise ValueError(
+                        f"Adam: {name} of parameter {n} has {saved[name].numel()} values; the parameter "
+                        f"{tuple(p.shape)} has {p.numel()}"
+                    )
 
     def _load(self, p: Tensor, saved: dict[str, Any]) -> None:
         state = self.state[p]

@@ -31,6 +31,8 @@ def cross_entropy_time_range(logits: Tensor, target: Tensor, start: int | Tensor
             raise ValueError(
                 f"cross_entropy_time_range: {name} must be integers ({B},); got {at.dtype} {tuple(at.shape)}"
             )
+        if isinstance(at, float):
+            raise ValueError(f"cross_entropy_time_range: {name} must be an integer; got {at}")
     if isinstance(start, int) and isinstance(end, int) and not 0 <= start <= end <= T:
         raise ValueError(f"cross_entropy_time_range: 0 <= start <= end <= {T} does not hold for {start}, {end}")
     lo, hi = (at.unsqueeze(-1) if isinstance(at, Tensor) else at for at in (start, end))

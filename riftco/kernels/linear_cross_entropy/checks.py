@@ -59,6 +59,12 @@ def refuse(text: str) -> None:
     raise ValueError(f"{OP}: {text}")
 
 
+def check_lora(lora: tuple[Tensor, Tensor, float]) -> tuple[Tensor, Tensor, float]:
+    if len(lora) != 3 or not isinstance(lora[0], Tensor) or not isinstance(lora[1], Tensor):
+        refuse(f"lora must be (A, B, scale), two tensors and a number; got {', '.join(type(t).__name__ for t in lora)}")
+    return lora
+
+
 def _check_head(p: Problem, weight: Tensor | NF4Weight) -> None:
     x, V = p.x, p.V
     if x.dim() < 1 or not x.is_floating_point():
@@ -113,6 +119,8 @@ def _check_options(p: Problem, reduction: str, denominator, softcap, accum_dtype
     if not 0 < p.logit_scale < math.inf:
         refuse(f"logit_scale must be positive and finite; got {p.logit_scale}")
     check_reduction(OP, reduction, denominator, impl)
+    if isinstance(denominator, Tensor) and denominator.requires_grad:
+        refuse("denominator is not differentiable; detach it")
     if p.slice_bytes < 1:
         refuse(f"slice_bytes must be positive; got {p.slice_bytes}")
     if accum_dtype not in (torch.float32, p.x.dtype):

@@ -9,7 +9,7 @@ from ..cross_entropy.checks import check_targets, class_weight_for
 from ..cross_entropy.op import Metrics
 from ..nf4.weight import NF4Weight
 from . import spec
-from .checks import autocast, check, shifted
+from .checks import autocast, check, check_lora, shifted
 from .problem import OPTIONS, TENSORS, Problem
 
 HERE = "riftco.kernels.linear_cross_entropy"
@@ -245,7 +245,7 @@ def linear_cross_entropy(
     Source: Hsu et al. 2024, "Liger Kernel: efficient Triton kernels for LLM training", section 3.2.
     """
     x, weight, bias = autocast(x, weight, bias)
-    a, b, scale = (None, None, 1.0) if lora is None else lora
+    a, b, scale = (None, None, 1.0) if lora is None else check_lora(lora)
     if shift:
         target, row_weight, topk = shifted(target, row_weight, topk, ignore_index)
     frozen = isinstance(weight, NF4Weight)

@@ -140,6 +140,8 @@ def cce_linear_cross_entropy(
         raise ValueError("linear_cross_entropy: vocab_parallel_options is not served; gather the classifier first")
     if impl not in CCE_IMPLS:
         raise ValueError(f"linear_cross_entropy: impl must be one of {', '.join(CCE_IMPLS)}; got {impl!r}")
+    if shift < 0:
+        raise ValueError(f"linear_cross_entropy: shift must be 0 or more; got {shift}")
     if shift:
         e, targets = e[..., : -int(shift), :], targets[..., int(shift) :]
     return linear_cross_entropy(

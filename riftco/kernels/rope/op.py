@@ -158,6 +158,8 @@ def _check(q, k, cos, sin, positions, inplace, impl) -> None:
         for name, x in (("q", q), ("k", k)):
             if x.dim() > 4 or any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride())):
                 raise ValueError(f"rope: inplace=True needs {name} of at most 4 dimensions, none of them expanded")
+        if q is k:  # it would be turned twice, or by a race
+            raise ValueError("rope: inplace=True needs q and k to be two tensors; got one for both")
     if impl not in (None, "spec"):
         raise ValueError(f"rope: impl must be None or 'spec'; got {impl!r}")
     same_device("rope", q=q, k=k, cos=cos, sin=sin, positions=positions)
