@@ -211,6 +211,19 @@ def test_strides(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [1, 70])
+def test_strides_of_the_bias(device, rows):
+    """Every other value, and one for all; what lies between is not read."""
+    w = weight("Q4_1", 6, 1).to(device.torch_device)
+    x = torch.randn(rows, w.shape[1], device=device.torch_device)
+    wide = torch.full((12,), torch.nan, device=x.device)
+    wide[::2] = torch.randn(6)
+    with device.use():
+        for bias in (wide[::2], wide[2].expand(6)):
+            assert torch.equal(gguf_linear(x, w, bias), gguf_linear(x, w, bias.contiguous()))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_bytes_that_lie_oddly(device):
     """Packed rows inside a wider buffer, from an odd address."""
     w = weight("Q4_0", 70, 2)

@@ -124,6 +124,7 @@ def _tile(
 
 def forward(x: Tensor, packed: Tensor, bias: Tensor | None, format: str, N: int, K: int) -> Tensor:
     if route(x.shape[:-1].numel(), N, K, x.dtype).name == "few":
+        bias = None if bias is None else bias.contiguous()
         return _product(x, packed, bias, format, N, forward=True)
     packed = _readable(packed)
 
