@@ -50,6 +50,8 @@ def parse_line(line: str) -> Record:
     """Parse one JSONL line; DataError says what is wrong with it."""
     try:
         value = json.loads(line)
+        if "\\ud" in line or "\\uD" in line:  # half of a pair is valid JSON, but no text that a tokenizer takes
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as bad:
         raise DataError(f"not valid JSON ({bad})") from None
     return parse_record(value)

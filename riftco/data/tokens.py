@@ -215,7 +215,7 @@ def load_tokens(path: str | os.PathLike[str], *, vocabulary: int | None = None) 
         raise DataError(f"{path}: no such file; give the path of a token file")
     try:
         arrays = readers[where.suffix](where)
-    except (ValueError, KeyError, OSError, zipfile.BadZipFile) as bad:
+    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as bad:
         raise DataError(f"{path}: cannot be mapped ({bad})") from None
     known = {f.name for f in fields(TokenArrays)}
     if unknown := sorted(set(arrays) - known) or "ids" not in arrays:

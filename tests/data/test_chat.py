@@ -100,6 +100,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
 
 BAD = {
     "{": "not valid JSON",
+    '{"text": "\\ud83d"}': "surrogates not allowed",
     "[1]": "expected a JSON object",
     '{"prompt": 1}': "no known keys \\(prompt\\)",
     '{"messages": []}': "at least one message",

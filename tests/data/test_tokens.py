@@ -127,6 +127,9 @@ def test_files_that_cannot_be_mapped(tmp_path):
         load_tokens(tmp_path / "x.npy")
     with pytest.raises(DataError, match="is one of"):
         load_tokens(tmp_path / "x.bin")
+    (tmp_path / "e.npy").write_bytes(b"")
+    with pytest.raises(DataError, match="cannot be mapped"):
+        load_tokens(tmp_path / "e.npy")
     save_file({"ids": IDS.astype(np.float64)}, tmp_path / "f.safetensors")
     with pytest.raises(DataError, match="dtype F64"):
         load_tokens(tmp_path / "f.safetensors")
