@@ -473,7 +473,6 @@ LABELS, KERNEL = "riftco.kernels.linear_cross_entropy.labels", "riftco.kernels.c
     "module,old,new,case",
     [
         (HEAD, "self.begun = True", "self.begun = False", "many slices"),
-        (ROWS, "min(lo + plan.rows, self.count)", "min(lo + plan.rows, self.count - 1)", "many slices"),
         (SLICES, "d_bias += g.sum", "d_bias = g.sum", "row weights and bias"),
         (ROWS, "out.index_copy_(0, where, value)", "out[: len(where)].copy_(value)", "shift"),
         (ROWS, "self.live.logical_not().byte()", "self.live.byte()", "n_labelled"),

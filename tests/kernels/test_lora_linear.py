@@ -463,7 +463,6 @@ def test_errors(monkeypatch):
         ("rescale_cuda", "d_y * gain[None, :], mask=live", "d_y, mask=live", "DoRA"),
         ("rescale_cuda", "            total += tl.sum(d_y * z, 0)", "            total = tl.sum(d_y * z, 0)", "DoRA"),
         ("rescale_cuda", "out.sum(0) if splits > 1 else out[0]", "out[0]", "DoRA"),
-        ("spec", "s * (d @ b.to(acc))", "(d @ b.to(acc))", "group"),
     ],
 )
 def test_planted_bugs(module, old, new, case):

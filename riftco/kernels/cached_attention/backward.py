@@ -7,8 +7,7 @@ from torch import Tensor
 
 from .._dot import dot
 from .._launch import on
-from ..attention.spec import sink_gradient
-from . import route
+from . import route, spec
 from .arguments import Inputs
 from .tiles import (
     LOG2E,
@@ -421,5 +420,5 @@ def backward(
                 d_q.copy_(to.sum(0))
     d_sinks = lse.new_empty(0)
     if sinks is not None:
-        d_sinks = sink_gradient(sinks, lse, delta) if need_sinks else sinks.new_empty(0)
+        d_sinks = spec.sink_gradient(sinks, lse, delta) if need_sinks else sinks.new_empty(0)
     return d_q, d_k, d_v, d_sinks

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..attention.spec import sink_gradient
 from . import spec
 
 SCORES = 1 << 20  # elements of a block of scores
@@ -188,5 +187,5 @@ def backward(
                 _store(d_q, rows, sum_q)
     d_sinks = lse.new_empty(0)
     if need_sinks and sinks is not None:
-        d_sinks = sink_gradient(sinks, lse, delta_rows.squeeze(-1).T)
+        d_sinks = spec.sink_gradient(sinks, lse, delta_rows.squeeze(-1).T)
     return d_q, sum_k.to(k.dtype), sum_v.to(v.dtype), d_sinks

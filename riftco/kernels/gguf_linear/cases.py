@@ -9,6 +9,7 @@ from .formats import FORMATS
 from .op import gguf_linear
 from .weight import GGUFWeight
 
+DEVICES = ("cpu", "cpu-triton", "mps-emulated", "cuda")  # torch_xla sends the bitcast of the scales back to the CPU
 GRADS = ("x", "bias")
 ROUNDINGS = {"y": 1, "d_x": 1}  # W, to x's dtype
 CASES = (

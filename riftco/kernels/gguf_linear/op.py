@@ -8,7 +8,7 @@ from . import spec
 from .weight import GGUFWeight
 
 HERE = "riftco.kernels.gguf_linear"
-LAUNCHERS = {"cpu": f"{HERE}.cpu", "cuda": f"{HERE}.cuda", "mps": "riftco.metal.gguf_linear", "xla": f"{HERE}.spec"}
+LAUNCHERS = {"cpu": f"{HERE}.cpu", "cuda": f"{HERE}.cuda", "mps": "riftco.metal.gguf_linear"}
 
 
 def _fake_fwd(x, packed, bias, format, N, K):
@@ -94,7 +94,7 @@ def gguf_linear(x: Tensor, w: GGUFWeight, bias: Tensor | None = None, *, impl: s
 
     Devices: cpu (stretches of at most 16 MiB of decoded weight), cuda (Triton: up to 64 rows W is decoded inside the
         product, above that into a scratch of at most 32 MiB), mps (Metal,
-        decoded inside the product), xla (plain torch, the weight whole for the call).
+        decoded inside the product), not xla, which has no bitcast for the scales.
     Numerics: W is rounded once to x's dtype; float32 accumulation; deterministic.
     Source: the block formats of ggml, as gguf.dequantize reads them.
     """
@@ -120,7 +120,7 @@ def dequantize_gguf(w: GGUFWeight, dtype: torch.dtype) -> Tensor:
     Raises:
         ValueError: a dtype that is not floating.
 
-    Devices: cpu, cuda (Triton), mps (Metal), xla.
+    Devices: cpu, cuda (Triton), mps (Metal).
     Numerics: in float32 equal to gguf.dequantize, bit for bit.
     """
     if not dtype.is_floating_point:
