@@ -183,7 +183,7 @@ def ops_of(kind, forward, backward):
         where = f"{__name__}:{fn.__name__}"
         if hasattr(torch.ops.riftco, f"{kind}_{suffix}"):
             _contract.TABLE[f"{kind}_{suffix}"] = _contract.Op(
-                f"{kind}_{suffix}", where, {"cpu": where, "cuda": where, "mps": where}
+                f"{kind}_{suffix}", where, {"cpu": where, "cuda": where, "mps": where}, {}
             )
         else:
             _contract.define(

@@ -12,12 +12,12 @@ from riftco.nn import NF4Linear
 from riftco.train import read, walk, walk_runs
 from riftco.train.chunked import _Run, adjoint_bytes, chunks_of, runs_of
 
-V, LAYERS, K, D, RUN, PREFIX, WINDOW = 48, 2, 2, 32, 23, 19, 64
+V, LAYERS, K, D, CONTEXT, RUN, PREFIX, WINDOW = 48, 2, 2, 32, 512, 23, 19, 64
 
 
 def decoder(method="full", dropout=0.0):
     torch.manual_seed(5)
-    model = Decoder(DecoderConfig("llama", V, 64, 64, LAYERS, 4, K, D, 256, Rope(D, 1e4)))
+    model = Decoder(DecoderConfig("llama", V, 64, 64, LAYERS, 4, K, D, CONTEXT, Rope(D, 1e4)))
     with torch.no_grad():
         for p in model.parameters():
             if p.dim() == 2:
@@ -269,9 +269,9 @@ def test_memory_is_a_chunks_graph_and_the_runs_rows():
         assert done.adjoint_bytes == adjoint_bytes(model, length) == 2 * LAYERS * length * K * D * 8
         return saved.most
 
-    short, long, whole = held(64, 16), held(192, 16), held(192, 192)
-    assert long < whole / 3
-    rows = LAYERS * 2 * 128 * K * D * 4  # the earlier rows that a chunk reads, once a layer
+    short, long, whole = held(64, 16), held(CONTEXT, 16), held(CONTEXT, CONTEXT)
+    assert long < whole / 4  # 0.2: what grows with the run is the rows alone
+    rows = LAYERS * 2 * (CONTEXT - 64) * K * D * 4  # the earlier rows that a chunk reads, once a layer
     assert long - short < 3 * rows
 
 
@@ -311,9 +311,9 @@ def test_refusals_name_their_reason_and_change_nothing():
         "row_weight must be one row": {"row_weight": torch.ones(3)},
         "needs a cache that holds it": {"prefix": 4},
         "a prefix of 99 rows needs": {"prefix": 99, "cache": cache},
-        "is longer than this model's 256": {
-            "input_ids": torch.zeros(300, dtype=torch.int64),
-            "target": torch.ones(300),
+        f"is longer than this model's {CONTEXT}": {
+            "input_ids": torch.zeros(CONTEXT + 1, dtype=torch.int64),
+            "target": torch.ones(CONTEXT + 1),
         },
     }.items():
         options = {"input_ids": ids, "target": target, "chunk": 4, **call}
