@@ -6,42 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from families import FAMILIES, SIZES
 from torch import Tensor
-
-SIZES = {
-    "vocab_size": 160,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": None,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
-# name -> (model_type, what differs from SIZES)
-FAMILIES: dict[str, tuple[str, dict]] = {
-    "llama": ("llama", {}),
-    "llama-tied": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
-    "llama-3.1": ("llama", {"rope_parameters": LLAMA3, "head_dim": 32}),
-    "llama-linear-rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
-    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "mistral": ("mistral", {"sliding_window": None, "head_dim": 24}),
-    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
-    "qwen2-yarn": ("qwen2", {"rope_parameters": YARN}),
-    "qwen3": ("qwen3", {"head_dim": 32}),
-    "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
-}
 
 
 def hf_config(family: str, **changes):

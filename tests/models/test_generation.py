@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from families import covers
 from tiny_models import byte_level_vocabulary, hf_model
 
 from riftco.models import Decoder, DecoderConfig, ModelError, Tokenizer, generate, generate_tokens
@@ -43,6 +44,29 @@ def test_greedy_equals_transformers(model, reference):
     assert got == want and len(set(got)) > 5
     stop = got[10]
     assert list(generate_tokens(model, prompt, max_new_tokens=40, stop_ids={stop})) == got[: got.index(stop)]
+
+
+@covers(
+    "generate",
+    without=(
+        "mistral-window",
+        "qwen2-window",
+        "gemma2",
+        "gemma3",
+        "phi3",
+        "phi3-window",
+        "phi3-longrope",
+        "phi3-partial-rope",
+    ),
+)
+def test_greedy_generation_of_every_family(family):
+    reference = hf_model(family)
+    decoder = Decoder(DecoderConfig.from_hf(reference.config.to_dict()))
+    decoder.load_state_dict(reference.state_dict())
+    prompt = torch.randint(3, 160, (1, 12))
+    options = {"max_new_tokens": 18, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    want = reference.generate(prompt, **options)[0, 12:].tolist()
+    assert list(generate_tokens(decoder, prompt[0].tolist(), max_new_tokens=18)) == want
 
 
 def test_a_seed_repeats_and_the_mode_comes_back(model):

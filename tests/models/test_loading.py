@@ -8,8 +8,9 @@ import weakref
 
 import pytest
 import torch
+from families import SIZES, covered
 from safetensors.torch import load_file, save_file
-from tiny_models import FAMILIES, SIZES, byte_level_vocabulary, hf_model, write_gguf
+from tiny_models import byte_level_vocabulary, hf_model, write_gguf
 
 from riftco.functional import dequantize_nf4
 from riftco.models import DecoderConfig, load_model, load_tokenizer, save_hf
@@ -58,7 +59,7 @@ def reconfigure(folder, **changes) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sorted(covered()["forward"]))
 def test_folders_of_every_family(tmp_path, family):
     reference = hf_model(family)
     reference.save_pretrained(tmp_path / "m")
@@ -217,7 +218,7 @@ def _parts(tensors, to: str, of: str) -> dict:
     return {k.replace(of, to): v.clone() for k, v in tensors.items() if k.startswith(start)}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sorted(covered()["forward"]))
 def test_saved_folders_load_in_transformers(tmp_path, family):
     from transformers import AutoModelForCausalLM
 
