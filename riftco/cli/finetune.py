@@ -43,6 +43,13 @@ def finetune(
     auto_micro_batch: Annotated[
         bool | None, Opt("--auto-micro-batch", help="Out of memory: halve the micro-batches, same update.")
     ] = None,
+    offload_activations: Annotated[
+        bool | None,
+        Opt("--offload-activations", help="CUDA: saved activations wait in host memory for the backward."),
+    ] = None,
+    step_graph: Annotated[
+        bool | None, Opt("--step-graph", help="CUDA: replay steps of a geometry that comes again as one graph.")
+    ] = None,
     duty_cycle: Annotated[
         float | None, Opt("--duty-cycle", help="Compute this fraction of the time, leave the rest to others [1].")
     ] = None,

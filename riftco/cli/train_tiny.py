@@ -22,6 +22,7 @@ def train_tiny(
     seed: Annotated[int, Opt("--seed", help="Of the sampler.")] = 0,
     model_seed: Annotated[int, Opt("--model-seed", help="Of the model's first weights.")] = 0,
     output: Annotated[str | None, Opt("--output", help="Save the model or adapter in this new folder.")] = None,
+    step_graph: Annotated[bool, Opt("--step-graph", help="CUDA: replay the step as one graph.")] = False,
     log_json: options.LogJson = False,
     debug: options.Debug = False,
 ) -> None:
@@ -32,7 +33,7 @@ def train_tiny(
     from ..train.tiny import TinyRun, train_tiny
     from .console import reporter
 
-    run = TinyRun(steps, backend, attention, activation_checkpointing, method, seed, model_seed, output)
+    run = TinyRun(steps, backend, attention, activation_checkpointing, method, seed, model_seed, output, step_graph)
     shown = reporter(log_json=log_json)
     result = train_tiny(run, shown)
     shown.note(f"held-out loss {result.before.loss:.3f} -> {result.after.loss:.3f} in {steps} steps")

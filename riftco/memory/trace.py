@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..kernels import _contract
+from ..models.held import held_beside_parameters, tensors_in
 from .report import KINDS, MemoryReport, Row, general
 
 HERE = str(pathlib.Path(__file__).parent)
@@ -241,11 +242,11 @@ class MemoryTrace:
                 if p.grad is not None:
                     self._label(p.grad, f"gradient of {name}", "gradient")
             for name, module in self.model.named_modules():
-                for attribute, tensors in _held(module).items():
+                for attribute, tensors in held_beside_parameters(module).items():
                     for t in tensors:
                         self._label(t, f"{name}.{attribute}".lstrip("."), "frozen weight")
         if self.optimizer is not None:
-            for t in _tensors([*self.optimizer.state.values(), *vars(self.optimizer).get("pools", {}).values()]):
+            for t in tensors_in([*self.optimizer.state.values(), *vars(self.optimizer).get("pools", {}).values()]):
                 self._label(t, "optimizer", "optimizer state")
 
 
@@ -267,32 +268,6 @@ def place() -> str:
 
 def _has_storage(t: Tensor) -> bool:
     return t.layout == torch.strided and t.device.type != "meta" and type(t) in (Tensor, torch.nn.Parameter)
-
-
-def _held(module: torch.nn.Module) -> dict[str, list[Tensor]]:
-    """Buffers, and tensors inside of a module's plain attributes (quantised weights)."""
-    held = {name: [b] for name, b in module._buffers.items() if b is not None}
-    for name, value in vars(module).items():
-        if not name.startswith("_") or name == "_weight":
-            found = _tensors(value)
-            if found:
-                held[name] = found
-    return held
-
-
-def _tensors(value: Any, depth: int = 4) -> list[Tensor]:
-    """The tensors in a value made of records, lists and dictionaries; modules and optimizers are not entered."""
-    if isinstance(value, Tensor):
-        return [value]
-    if depth == 0 or isinstance(value, (torch.nn.Module, torch.optim.Optimizer, str, bytes, type)):
-        return []
-    if isinstance(value, Mapping):
-        parts = list(value.values())
-    elif isinstance(value, (list, tuple)):
-        parts = list(value)
-    else:
-        parts = list(getattr(value, "__dict__", {}).values())
-    return [t for part in parts for t in _tensors(part, depth - 1)]
 
 
 def _kind(s: Storage, at: int) -> str:

@@ -6,15 +6,19 @@ from .evaluate import evaluate
 from .failures import StepAbandoned, TrainerPoisoned
 from .loop import Trainer, current_progress
 from .metrics import Evaluation, Progress, RunReport, TrainingMetric
+from .offload import Offload
 from .schedule import Schedule
+from .step_graph import StepGraph
 
 __all__ = [
     "DutyCycle",
     "Evaluation",
+    "Offload",
     "Progress",
     "RunReport",
     "Schedule",
     "StepAbandoned",
+    "StepGraph",
     "Trainer",
     "TrainerPoisoned",
     "TrainingMetric",

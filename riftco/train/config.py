@@ -30,6 +30,8 @@ CHANGEABLE = frozenset(
         "data",
         "eval",
         "auto_micro_batch",
+        "offload_activations",
+        "step_graph",
         "duty_cycle",
         "metrics",
         "tensorboard",
@@ -69,6 +71,8 @@ class FinetuneConfig:
     skip_bad: bool = False
     stream: bool = False
     auto_micro_batch: bool = False
+    offload_activations: bool = False
+    step_graph: bool = False
     duty_cycle: float = 1.0
     weight_decay: float = 0.0
     gradient_clip: float = 1.0
@@ -123,6 +127,9 @@ class FinetuneConfig:
                 raise ConfigError(f"{flag} needs evaluations: give --eval-every, and --eval or --eval-split")
         if self.eval and self.eval_split:
             raise ConfigError("--eval and --eval-split exclude each other; give one of them")
+        alone = {"chunk": self.chunk, "offload_activations": self.offload_activations, "step_graph": self.step_graph}
+        if len(given := [_flag(name) for name, value in alone.items() if value]) > 1:
+            raise ConfigError(f"{' and '.join(given)} exclude each other; give one of them")
         if self.steps is not None and self.epochs is not None:
             raise ConfigError("--steps and --epochs exclude each other; give one of them")
 

@@ -33,8 +33,10 @@ from .config import ConfigError, FinetuneConfig, configured, pick_device
 from .duty import DutyCycle
 from .loop import Trainer
 from .metrics import Evaluation
+from .offload import offload_for
 from .run import ADAPTER, CHECKPOINTS, FORMAT, FULL_WEIGHTS, MODEL, RUN, TOKENIZER, Judged, Reporter, Run
 from .schedule import Schedule
+from .step_graph import StepGraph
 
 
 def prepare(given: Mapping[str, Any], *, resume: bool = False, reporter: Reporter | None = None) -> Run:
@@ -103,6 +105,8 @@ def prepare(given: Mapping[str, Any], *, resume: bool = False, reporter: Reporte
         auto_micro_batch=config.auto_micro_batch,
         chunk=config.chunk,
         limiter=DutyCycle(config.duty_cycle) if config.duty_cycle < 1 else None,
+        step_graph=StepGraph(model, optimizer, note=reporter.note) if config.step_graph else None,
+        offload=offload_for(model, device, reporter.note) if config.offload_activations else None,
     )
     torch.manual_seed(config.seed)
     if saved is not None:

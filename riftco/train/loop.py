@@ -22,8 +22,10 @@ from .chunked import walk_batch
 from .duty import DutyCycle
 from .failures import OutOfMemory, StepAbandoned, TrainerPoisoned, device_failed, diagnostic, out_of_memory
 from .metrics import Progress, RunReport, TrainingMetric, peak_bytes
+from .offload import Offload
 from .schedule import Schedule
 from .state import Writes, flatten_optimizer, random_state, set_random_state, unflatten_optimizer
+from .step_graph import StepGraph
 
 MOST_STEPS = 2**24  # the optimizer counts its steps in float32
 
@@ -66,6 +68,8 @@ class Trainer:
         limiter: leaves a part of the time to others.
         chunk: micro-batches with a longer document are trained in chunks of so many rows, exactly (see `walk`): memory
             is one chunk's graph.
+        step_graph: captures steps of a geometry that comes again; not together with `chunk` or `offload`.
+        offload: keeps saved activations in host memory; not together with `chunk`.
 
     Attributes:
         step: completed optimizer steps.
@@ -90,17 +94,23 @@ class Trainer:
         auto_micro_batch: bool = False,
         limiter: DutyCycle | None = None,
         chunk: int | None = None,
+        step_graph: StepGraph | None = None,
+        offload: Offload | None = None,
     ):
         if accumulate < 1:
             raise ValueError(f"accumulate must be 1 or more; got {accumulate}")
         if chunk is not None and chunk < 1:
             raise ValueError(f"chunk must be 1 or more; got {chunk}")
+        chosen = {"chunk": chunk, "step_graph": step_graph, "offload": offload}
+        if len(given := [name for name, value in chosen.items() if value is not None]) > 1:
+            raise ValueError(f"{' and '.join(given)} exclude each other; give one of them")
         if schedule.steps > MOST_STEPS:
             raise OverflowError(f"a horizon of {schedule.steps} steps does not fit the optimizer's counter")
         self.model, self.optimizer, self.source, self.schedule = model, optimizer, source, schedule
         self.accumulate, self.device = accumulate, torch.device(device)
         self.sinks, self.on_progress = tuple(sinks), on_progress
         self.auto_micro_batch, self.limiter, self.chunk = auto_micro_batch, limiter, chunk
+        self.step_graph, self.offload = step_graph, offload
         self._staging = Staging(self.device) if self.device.type == "cuda" else None
         self.step, self.halvings = 0, 0
         self.abandoned: list[str] = []
@@ -160,8 +170,10 @@ class Trainer:
                 self._stop()
             return metric, goes_on
         except (StepAbandoned, TrainerPoisoned):
+            self._drop_graph("a failed step")
             raise
         except BaseException:  # an interrupt or a caller's own error: undo the unfinished step and pass it on
+            self._drop_graph("an interrupted step")
             if not committed:
                 self._restore(data, random)
             raise
@@ -186,6 +198,7 @@ class Trainer:
                 return plan, loss
             except OutOfMemory:
                 self.halvings += 1
+            self._drop_graph("memory ran out")
             # out of the except block, whose traceback holds what the failed micro-batch had made
             self.optimizer.zero_grad(set_to_none=True)
             set_random_state(random, self.device)
@@ -211,20 +224,27 @@ class Trainer:
             if there.topk_ids is not None:
                 raise ValueError(f"positions of several labels are not trained in chunks of {self.chunk}")
             return walk_batch(self.model, batch, there, self.chunk, plan.denominator)
+        if self.step_graph is not None:
+            return self.step_graph(batch, there, plan.denominator, self._graph)
+        return self._graph(there, plan.denominator)
+
+    def _graph(self, there: Batch, denominator: int | Tensor) -> Tensor:
+        """Forward and backward as one graph of autograd."""
         where = {"positions": there.positions, "cu_seqlens": there.cu_seqlens, "max_seqlen": there.max_seqlen}
-        if there.topk_ids is None:
-            loss = self.model.loss(
-                there.input_ids, there.target, there.row_weight, there.n_labelled, plan.denominator, **where
-            )
-        else:
-            loss = sliced_head_loss(
-                self.model.hidden(there.input_ids, **where),
-                self.model.lm_head,
-                there.topk_ids,
-                topk=there.topk_weights,
-                row_weight=there.row_weight,
-                denominator=plan.denominator,
-            )
+        with contextlib.nullcontext() if self.offload is None else self.offload:
+            if there.topk_ids is None:
+                loss = self.model.loss(
+                    there.input_ids, there.target, there.row_weight, there.n_labelled, denominator, **where
+                )
+            else:
+                loss = sliced_head_loss(
+                    self.model.hidden(there.input_ids, **where),
+                    self.model.lm_head,
+                    there.topk_ids,
+                    topk=there.topk_weights,
+                    row_weight=there.row_weight,
+                    denominator=denominator,
+                )
         loss.backward()
         return loss.detach().float()
 
@@ -300,6 +320,10 @@ class Trainer:
         _PROGRESS.set(progress)
         return self.on_progress is None or self.on_progress(progress) is not False
 
+    def _drop_graph(self, why: str) -> None:
+        if self.step_graph is not None:
+            self.step_graph.drop(why)
+
     def _stop(self) -> None:
         if self.limiter is not None:
             self.limiter.drop()
@@ -334,6 +358,7 @@ class Trainer:
     def load_state_dict(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Go on where `state_dict` was taken."""
         self._refuse_poisoned()
+        self._drop_graph("a loaded state")
         self.source.load_state_dict(state["data"])
         self.optimizer.load_state_dict(unflatten_optimizer(state["optimizer"], tensors))
         self.step, self.halvings = state["step"], state["halvings"]

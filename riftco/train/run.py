@@ -206,6 +206,9 @@ class Run:
             ) from error
         finally:
             self.reporter.end()
+        if trainer.step_graph is not None:
+            self.reporter.note(trainer.step_graph.summary())
+            trainer.step_graph.drop("the training is done")
         if isinstance(trainer.source, StreamLoader) and trainer.source.skipped:
             first = trainer.source.skipped_lines[:1]
             self.reporter.note(

@@ -27,6 +27,7 @@ from .loop import Trainer
 from .metrics import Evaluation, TrainingMetric
 from .run import Reporter
 from .schedule import Schedule
+from .step_graph import StepGraph
 
 BACKENDS = {"cpu": "cpu", "cuda": "cuda", "metal": "mps", "tpu": "xla"}
 REMEDY = {
@@ -55,6 +56,7 @@ class TinyRun:
     seed: int = 0
     model_seed: int = 0
     output: str | None = None
+    step_graph: bool = False
 
     def __post_init__(self) -> None:
         accepted = {
@@ -134,7 +136,9 @@ def train_tiny(run: TinyRun, reporter: Reporter | None = None) -> TinyResult:
         optimizer = ClippedAdamW(trained, lr=schedule.lr, weight_decay=0.0)
     else:
         optimizer = Adam(trained, lr=schedule.lr, gradient_clip=1.0)
-    trainer = Trainer(model, optimizer, source, schedule, device=device, sinks=(metrics.append, reporter.metric))
+    graph = StepGraph(model, optimizer, note=reporter.note) if run.step_graph else None
+    sinks = (metrics.append, reporter.metric)
+    trainer = Trainer(model, optimizer, source, schedule, device=device, sinks=sinks, step_graph=graph)
     batches = [TokenArrays(held_out).batch(slice(None))]
     before = evaluate(model, batches, device)
     reporter.evaluation("before training", before)
@@ -142,6 +146,9 @@ def train_tiny(run: TinyRun, reporter: Reporter | None = None) -> TinyResult:
     with contextlib.ExitStack() as stack:
         stack.callback(reporter.end)
         trainer.run()
+    if graph is not None:
+        reporter.note(graph.summary())
+        graph.drop("the training is done")
     after = evaluate(model, batches, device)
     reporter.evaluation("after training", after)
     if run.output is not None:

@@ -23,7 +23,7 @@ class TinyModel(torch.nn.Module):
 
     def loss(self, input_ids, target, row_weight=None, n_labelled=None, denominator=None, **where):
         logits = self.lm_head(self.hidden(input_ids, **where))
-        losses = F.cross_entropy(logits, target, reduction="none", ignore_index=-100)
+        losses = F.cross_entropy(logits, target.long(), reduction="none", ignore_index=-100)
         if row_weight is not None:
             losses = losses * row_weight
         return losses.sum() / denominator

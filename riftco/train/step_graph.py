@@ -1,0 +1,338 @@
+"""A step's forward and backward as one CUDA graph: captured once for a fixed geometry, replayed with new numbers.
+
+The graph of one key is kept. Whatever could make it wrong drops it: another key, a forward of the model outside of it
+(evaluation, scoring, generation, a memory preflight), an error, a loaded state. The optimizer stays outside: its update
+is a few launches, all or nothing, and its addresses and step counts are the host's.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..data import Batch
+from ..data.geometry import Geometry
+from ..data.staging import FIELDS
+from ..models.held import all_held
+from .failures import diagnostic, out_of_memory
+from .state import random_state, set_random_state
+
+Compute = Callable[[Batch, Tensor], Tensor]  # forward and backward of a batch with this denominator; the loss
+
+
+class CannotCapture(Exception):
+    """Steps stay eager; the message says why."""
+
+
+class Captured(Protocol):
+    """Work that was recorded: `replay` does it again, on the memory that it was recorded on."""
+
+    output: Tensor
+    pool_bytes: int
+
+    def replay(self) -> None: ...
+
+    def reset(self) -> None:
+        """Give its memory back."""
+
+
+class Capture(Protocol):
+    def why_not(self, device: torch.device) -> str:
+        """Why nothing can be captured on `device`; "" where it can."""
+
+    def __call__(self, run: Callable[[], Tensor], device: torch.device) -> Captured:
+        """Record `run`, which may be run before for warming up. Raises CannotCapture."""
+
+
+@dataclass(frozen=True)
+class StepKey:
+    """What a captured step depends on besides the numbers in its inputs.
+
+    Attributes:
+        tokens: how many, the longest document, and the dtypes of ids and offsets.
+        memberships: where each document begins and ends.
+        attention: the implementation.
+        labelled: how many rows carry a label.
+        labels: which of weights and several labels there are, with their dtypes and widths.
+        checkpointing: of activations.
+        numerics: dropout on or off, autocast, deterministic algorithms, precision of float32 products.
+        trainable, frozen: identity and layout of every tensor that the model holds.
+        optimizer: its kind and its groups' parameters.
+    """
+
+    tokens: tuple[Any, ...]
+    memberships: tuple[int, ...]
+    attention: str
+    labelled: int
+    labels: tuple[Any, ...]
+    checkpointing: str
+    numerics: tuple[Any, ...]
+    trainable: tuple[Any, ...]
+    frozen: tuple[Any, ...]
+    optimizer: tuple[Any, ...]
+
+    def differs(self, other: StepKey) -> str:
+        """The names of the fields that are not equal."""
+        return ", ".join(f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name))
+
+
+def step_key(batch: Batch, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> StepKey:
+    """The key of a micro-batch that still lies on the host."""
+    extra = (getattr(batch, name) for name in ("row_weight", "topk_ids", "topk_weights"))
+    groups = (tuple(p.data_ptr() for p in group["params"]) for group in optimizer.param_groups)
+    held = list(all_held(model))
+    return StepKey(
+        tokens=(batch.physical_tokens, batch.max_seqlen, batch.input_ids.dtype, batch.cu_seqlens.dtype),
+        memberships=tuple(batch.cu_seqlens.tolist()),
+        attention=getattr(model, "attention", ""),
+        labelled=batch.n_labelled,
+        labels=(batch.target.dtype, *(None if t is None else (t.dtype, *t.shape[1:]) for t in extra)),
+        checkpointing=getattr(model, "activation_checkpointing", ""),
+        numerics=(
+            model.training,
+            torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_float32_matmul_precision(),
+        ),
+        trainable=tuple(_layout(t) for t in held if t.requires_grad),
+        frozen=tuple(_layout(t) for t in held if not t.requires_grad),
+        optimizer=(type(optimizer).__name__, getattr(optimizer, "form", ""), *groups),
+    )
+
+
+def _layout(t: Tensor) -> tuple[Any, ...]:
+    return t.data_ptr(), t.dtype, t.shape, t.stride()
+
+
+class StepGraph:
+    """The cache of one captured step.
+
+    A geometry is captured when it comes twice in a row: the first time, its micro-batch is computed eagerly, which
+    compiles its kernels. Gradients are added into buffers that stay, so that micro-batches accumulate as ever.
+
+    Args:
+        model, optimizer: those of the trainer.
+        note: told of every capture, of what drops one, and why steps stay eager.
+        capture: how work is recorded; CUDA graphs by default.
+
+    Attributes:
+        off: why nothing is captured any more; "" while it may be.
+        captured, replayed, eager: micro-batches.
+        drops: reason -> how often it dropped a graph.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        note: Callable[[str], None] = print,
+        capture: Capture | None = None,
+    ):
+        self.model, self.optimizer, self.note = model, optimizer, note
+        self._capture = capture or CudaCapture()
+        self._entry: _Entry | None = None
+        self._last: StepKey | None = None
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self.off = ""
+        self.captured = self.replayed = self.eager = 0
+        self.drops: collections.Counter[str] = collections.Counter()
+
+    @property
+    def pool_bytes(self) -> int:
+        """What the captured step holds for itself: activations and workspaces. Gradients come on top."""
+        return 0 if self._entry is None else self._entry.captured.pool_bytes
+
+    def __call__(self, batch: Batch, there: Batch, denominator: int, compute: Compute) -> Tensor:
+        """The loss of a micro-batch, whose gradients have been added to the parameters'.
+
+        Args:
+            batch: on the host; there: the same on the device.
+            compute: forward and backward; it must depend on its arguments alone.
+        """
+        device = there.input_ids.device
+        if not self.off and (why := self._capture.why_not(device)):
+            self._turn_off(why)
+        if self.off:
+            return self._eagerly(there, denominator, compute)
+        key = step_key(batch, self.model, self.optimizer, device)
+        if self._entry is not None and self._entry.key != key:
+            self.drop(f"other {key.differs(self._entry.key)}")
+        if self._entry is None:
+            again, self._last = self._last == key, key
+            if not again:
+                return self._eagerly(there, denominator, compute)
+            if why := self._begin(key, there, denominator, compute):
+                self._turn_off(why)
+                return self._eagerly(there, denominator, compute)
+        assert self._entry is not None
+        try:
+            loss = self._entry.replay(there, denominator)
+        except BaseException:
+            self.drop("an error")
+            raise
+        self.replayed += 1
+        return loss
+
+    def drop(self, why: str) -> None:
+        """Forget the captured step, if there is one, and give its memory back."""
+        if self._entry is None:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        entry, self._entry = self._entry, None
+        self.drops[why] += 1
+        entry.captured.reset()
+        self.note(f"step graph: dropped, {why}")
+
+    def summary(self) -> str:
+        if self.off:
+            return f"step graph: steps are eager: {self.off}"
+        text = f"step graph: {self.replayed} micro-batches replayed of {self.captured} captures, {self.eager} eager"
+        return text if self.captured else f"{text}: no geometry came twice in a row"
+
+    def _eagerly(self, there: Batch, denominator: int, compute: Compute) -> Tensor:
+        self.eager += 1
+        return compute(there, _scalar(denominator, there))
+
+    def _turn_off(self, why: str) -> None:
+        self.off = why
+        self.note(f"step graph: steps stay eager: {why}")
+
+    def _begin(self, key: StepKey, there: Batch, denominator: int, compute: Compute) -> str:
+        """Capture a step, or say why it cannot be. Leaves gradients and generators as they were either way."""
+        device = there.input_ids.device
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        before, random, why = [p.grad for p in trained], random_state(device), ""
+        try:
+            self._entry = _Entry.of(key, there, denominator, compute, trained, self._capture)
+        except CannotCapture as refused:
+            why = str(refused)
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            why = f"a captured step does not fit in memory: {diagnostic(error)}"
+        finally:
+            for p, grad in zip(trained, before, strict=True):
+                p.grad = grad
+            set_random_state(random, device)
+        if self._entry is None:  # out of the except block, whose traceback holds what the capture has made
+            return why
+        head = getattr(self.model, "lm_head", None)  # what a sliced loss reads must have no hooks
+        watched = [m for m in self.model.modules() if m is not head]
+        self._hooks = [m.register_forward_pre_hook(self._outside) for m in watched]
+        self.captured += 1
+        size = self._entry.captured.pool_bytes / 2**20
+        self.note(f"step graph: captured {batch_text(key)}; its pool holds {size:.1f} MiB")
+        return ""
+
+    def _outside(self, module, args) -> None:
+        """A forward of the model that is not the captured one."""
+        self.drop("the model ran outside of it" if self.model.training else "the model ran in evaluation mode")
+
+
+class _Entry:
+    """A captured step and the memory that it reads and writes."""
+
+    def __init__(self, key: StepKey, inputs: Batch, denominator: Tensor):
+        self.key, self.inputs, self.denominator = key, inputs, denominator
+        self.grads: list[tuple[Tensor, Tensor]] = []
+        self.captured: Captured
+
+    @classmethod
+    def of(cls, key, there: Batch, denominator: int, compute: Compute, trained: list[Tensor], capture: Capture):
+        copies: dict[str, Any] = {n: None if (t := getattr(there, n)) is None else t.clone() for n in FIELDS}
+        geometry = Geometry(copies.pop("positions"), copies.pop("cu_seqlens"), there.max_seqlen)
+        made = cls(key, replace(there, geometry=geometry, **copies), _scalar(denominator, there))
+        for p in trained:
+            p.grad = None
+        compute(made.inputs, made.denominator)  # which parameters have a gradient at all
+        reached = [p for p in trained if p.grad is not None]
+        for p in reached:
+            p.grad = torch.zeros_like(p)
+        made.grads = [(p, p.grad) for p in reached if p.grad is not None]
+        made.captured = capture(lambda: compute(made.inputs, made.denominator), there.input_ids.device)
+        return made
+
+    def replay(self, there: Batch, denominator: int) -> Tensor:
+        for name in FIELDS:
+            static = getattr(self.inputs, name)
+            if static is not None:
+                static.copy_(getattr(there, name))
+        self.denominator.fill_(denominator)
+        fresh = [g for p, g in self.grads if p.grad is None]
+        if fresh:
+            torch._foreach_zero_(fresh)
+        for p, g in self.grads:
+            if p.grad is not None and p.grad is not g:  # from an eager micro-batch of this step
+                g.copy_(p.grad)
+            p.grad = g
+        self.captured.replay()
+        return self.captured.output.clone()
+
+
+def _scalar(value: int, like: Batch) -> Tensor:
+    return torch.full((), value, dtype=torch.float32, device=like.input_ids.device)
+
+
+def _first(error: BaseException) -> BaseException:
+    """What ended a capture, not the error that says that it had ended."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
+
+
+def batch_text(key: StepKey) -> str:
+    return f"{key.tokens[0]} tokens in {len(key.memberships) - 1} documents, {key.labelled} labels"
+
+
+class CudaCapture:
+    """Records with CUDA graphs, in a memory pool of its own."""
+
+    def why_not(self, device: torch.device) -> str:
+        return "" if device.type == "cuda" else f"CUDA graphs need a CUDA device, this is {device}"
+
+    def __call__(self, run: Callable[[], Tensor], device: torch.device) -> Captured:
+        with torch.cuda.device(device):
+            current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                run()  # kernels, handles and workspaces of this stream are there from now on
+            current.wait_stream(side)
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            return CudaGraphed(run, current, side)
+
+
+class CudaGraphed:
+    """One torch.cuda.CUDAGraph."""
+
+    def __init__(self, run: Callable[[], Tensor], current: torch.cuda.Stream, side: torch.cuda.Stream):
+        before = torch.cuda.memory_reserved()
+        self.graph = torch.cuda.CUDAGraph()
+        why = ""
+        try:
+            # the outer block puts the stream back where a failed capture leaves its own
+            with torch.cuda.stream(current), torch.cuda.graph(self.graph, stream=side):
+                self.output = run()
+        except Exception as error:
+            if out_of_memory(_first(error)):
+                raise _first(error) from None
+            why = diagnostic(_first(error))
+        if why:
+            torch.cuda.synchronize()  # raises where the device itself has failed
+            raise CannotCapture(f"the step cannot be captured: {why}")
+        self.pool_bytes = torch.cuda.memory_reserved() - before
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+    def reset(self) -> None:
+        self.graph.reset()
+        del self.output
