@@ -12,6 +12,7 @@ help:
 	@echo "make test-all    the slow ones too"
 	@echo "make test-gpu    the tests that need a CUDA device"
 	@echo "make test-tpu    the XLA tests, in an environment of their own (2.2 GB)"
+	@echo "make metal-link-check  the Metal extension linked for macOS on arm64, from any system (300 MB)"
 	@echo "make lint        ruff and mypy"
 
 # torch comes first: where it brings its own Triton (a CUDA build) nothing is pinned against it; beside a build that
@@ -52,6 +53,7 @@ test-gpu: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -n 8 -m gpu
 
 -include tools/tpu.mk
+-include tools/metal.mk
 
 clean:
 	rm -rf .venv .venv-tpu build

@@ -16,13 +16,6 @@ namespace riftco {
 using at::Tensor;
 using KernelFunction = at::native::mps::MetalKernelFunction;
 
-// A tensor [..., C] as rows; mirrors csrc/metal/common.h.
-struct Rows {
-  int64_t inner;
-  int64_t stride_outer;
-  int64_t stride_inner;
-};
-
 // The kernel `name` of a shader. The text is compiled once a process; PyTorch keeps the pipelines by name.
 inline std::shared_ptr<KernelFunction> kernel(const std::string& source, const std::string& name) {
   using Library = at::native::mps::DynamicMetalShaderLibrary;
@@ -32,18 +25,6 @@ inline std::shared_ptr<KernelFunction> kernel(const std::string& source, const s
   auto& library = libraries[source];
   if (!library) library = std::make_unique<Library>(source);
   return library->getKernelFunction(name);
-}
-
-// The part of a host_name that names a dtype.
-inline std::string suffix(const Tensor& t) {
-  switch (t.scalar_type()) {
-    case at::kFloat: return "f32";
-    case at::kHalf: return "f16";
-    case at::kBFloat16: return "bf16";
-    case at::kInt: return "i32";
-    case at::kLong: return "i64";
-    default: TORCH_CHECK(false, "riftco has no Metal kernel for ", t.scalar_type());
-  }
 }
 
 // Threads for `work` items that a threadgroup strides over: whole simdgroups, no more than there is work for.

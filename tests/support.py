@@ -19,9 +19,10 @@ import pytest
 import torch
 
 from riftco import tpu
-from riftco.kernels import ROOMS, _contract
+from riftco.kernels import ROOMS, _check, _contract
 from riftco.kernels._cases import Case
-from riftco.kernels._check import inputs_of, loss_on, outputs_and_grads, to, within_budget
+
+poisoned = _check.poisoned
 
 
 @dataclass(frozen=True)
@@ -99,32 +100,9 @@ def rooms() -> dict[str, object]:
 
 def check_case(cases, case: Case, dtype: torch.dtype, device: Device, seed: int = 0, spoil=None) -> None:
     """Run one case on one device against the spec in float64."""
-    inputs = inputs_of(cases, case, dtype, seed)
-    assert cases.exercises(case, inputs), f"{case.name}: this case is vacuous"
-    oracle = outputs_and_grads(cases.reference, cases, case, to(inputs, torch.float64, "cpu"))
-    near = outputs_and_grads(cases.reference, cases, case, to(inputs, torch.float32, "cpu"))
-    with device.use(), poisoned():
-        got = outputs_and_grads(cases.call, cases, case, to(inputs, dtype, device.torch_device))
-    assert got.keys() == oracle.keys()
-    for name in oracle:
-        value = spoil(got[name]) if spoil else got[name]
-        roundings, loss = cases.ROUNDINGS.get(name, 0), device.loss or loss_on(device.torch_device)
-        within_budget(name, value, oracle[name], near[name], dtype, roundings, loss=loss)
-
-
-@contextlib.contextmanager
-def poisoned() -> Iterator[None]:
-    """torch.empty gives NaN (or the largest integer): results must not depend on what a buffer held before."""
-    before = torch.are_deterministic_algorithms_enabled()
-    warn = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    fill = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        torch.utils.deterministic.fill_uninitialized_memory = fill
-        torch.use_deterministic_algorithms(before, warn_only=warn)
+    _check.check_case(
+        cases, case, dtype, device.torch_device, seed, loss=device.loss, using=device.use, spoil=spoil
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from .. import __version__
-from . import data, evaluate, explain, finetune, generate, memory, quickstart, train_tiny
+from . import data, doctor, evaluate, explain, finetune, generate, memory, quickstart, train_tiny
 
 app = typer.Typer(
     name="riftco",
@@ -36,4 +36,5 @@ app.command("evaluate")(evaluate.evaluate)
 app.command("generate")(generate.generate)
 app.command("memory")(memory.memory)
 app.command("explain")(explain.explain)
+app.command("doctor")(doctor.doctor)
 app.add_typer(data.app, name="data")

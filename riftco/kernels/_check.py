@@ -1,9 +1,12 @@
-"""Correctness against the spec in float64: asked of kernels by the conformance test, of peers by the bench."""
+"""Correctness against the spec in float64: asked of kernels by the conformance test and `riftco doctor`, of peers by
+the bench.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +30,8 @@ def inputs_of(cases, case: Case, dtype: torch.dtype, seed: int = 0, device: str 
 
 def to(inputs: dict[str, Tensor], dtype: torch.dtype, device: str) -> dict[str, Tensor]:
     """float64 inputs cast to `dtype`; everything on `device`, each a fresh tensor."""
-    return {k: v.detach().clone().to(device, dtype if v.dtype == torch.float64 else None) for k, v in inputs.items()}
+    typed = {k: v.detach().clone().to(dtype if v.dtype == torch.float64 else v.dtype) for k, v in inputs.items()}
+    return {k: v.to(device) for k, v in typed.items()}  # in two steps: not every device has float64
 
 
 def leaves_of(cases, inputs: dict[str, Tensor]) -> list[str]:
@@ -49,7 +53,7 @@ def outputs_and_grads(
     if wanted:
         gen = torch.Generator().manual_seed(99)
         loss = sum(
-            (o * torch.randn(o.shape, generator=gen, dtype=torch.float64).to(o.device, o.dtype)).sum()
+            (o * torch.randn(o.shape, generator=gen, dtype=torch.float64).to(o.dtype).to(o.device)).sum()
             for name, o in out.items()
             if o.requires_grad and (trained is None or name in trained)
         )
@@ -92,3 +96,44 @@ def within_budget(
     if not bool(err <= budget):  # NaN must fail, so the comparison is written to be true only for numbers
         raise OutOfBudget(f"{name}: {err=:.3e} {base=:.3e} {scale=:.3e} budget {budget:.3e} eps {eps:.1e}")
     return float(err / scale.clamp(min=1e-30))
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """torch.empty gives NaN (or the largest integer): results must not depend on what a buffer held before."""
+    settings: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled()
+    warn = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    fill, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, True
+    try:
+        yield
+    finally:
+        settings.fill_uninitialized_memory = fill
+        torch.use_deterministic_algorithms(before, warn_only=warn)
+
+
+def check_case(
+    cases, case: Case, dtype: torch.dtype, device: str, seed: int = 0, *, loss: float | None = None,
+    using: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    spoil: Callable[[Tensor], Tensor] | None = None,
+) -> None:  # fmt: skip
+    """Run one case on a device against the spec in float64, buffers poisoned. Raises OutOfBudget, an AssertionError.
+
+    Args:
+        loss: in place of what `loss_on` says of the device.
+        using: the context in which the case runs, and its oracle does not.
+        spoil: changes each result before it is judged.
+    """
+    inputs = inputs_of(cases, case, dtype, seed)
+    assert cases.exercises(case, inputs), f"{case.name}: this case is vacuous"
+    oracle, near = (
+        outputs_and_grads(cases.reference, cases, case, to(inputs, t, "cpu")) for t in (torch.float64, torch.float32)
+    )
+    with using(), poisoned():
+        got = outputs_and_grads(cases.call, cases, case, to(inputs, dtype, device))
+    if got.keys() != oracle.keys():
+        raise OutOfBudget(f"outputs {sorted(got)}, not {sorted(oracle)}")
+    for name in oracle:
+        value, roundings = spoil(got[name]) if spoil else got[name], cases.ROUNDINGS.get(name, 0)
+        within_budget(name, value, oracle[name], near[name], dtype, roundings, loss=loss or loss_on(device))

@@ -7,7 +7,7 @@ import pytest
 from cli.conftest import METADATA, VOCABULARY
 from tiny_models import hf_model, write_gguf
 
-COMMANDS = ("quickstart", "finetune", "train-tiny", "evaluate", "generate", "explain", "memory", "data")
+COMMANDS = ("quickstart", "finetune", "train-tiny", "evaluate", "generate", "explain", "memory", "doctor", "data")
 
 
 def test_every_command_explains_itself(riftco):

@@ -1,0 +1,176 @@
+"""riftco doctor: what it says of this machine, that it sees faults, and the way it takes on a Mac."""
+
+import json
+
+import pytest
+import support
+import torch
+
+from riftco import metal, tpu
+from riftco.doctor import machine, report
+from riftco.kernels import _contract
+from riftco.train import tiny
+
+EMULATED = next(d for d in support.DEVICES if d.name == "mps-emulated")
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Two rooms, so that a test takes a second."""
+    monkeypatch.setattr(report, "ROOMS", ("swiglu", "rope"))
+    monkeypatch.setattr(report, "STEPS", 2)
+
+
+def test_a_sound_machine(riftco, quick):
+    done = riftco("doctor", "--device", "cpu", "--json")
+    found = json.loads(done.stdout)
+    assert found["ok"] and found["versions"]["torch"] == torch.__version__ and found["versions"]["riftco"]
+    assert found["devices"] == {"cpu": {"state": "works", "detail": found["devices"]["cpu"]["detail"], "remedy": ""}}
+    assert [(s["op"], s["failures"]) for s in found["suites"]] == [("swiglu", []), ("rope", [])]
+    assert all(s["passed"] > 10 for s in found["suites"])
+    assert [t["method"] for t in found["trainings"]] == ["full", "lora", "qlora"]
+    assert all(len(t["losses"]) == 2 and not t["failure"] for t in found["trainings"])
+    assert {"system", "processor", "memory", "commit"} <= found["machine"].keys()
+
+
+def test_the_text_holds_what_a_bug_report_needs(riftco, quick, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(tpu, "why_not", lambda: "torch_xla is not installed; make tpu-env makes a place for it")
+    monkeypatch.setenv("RIFTCO_CHECK", "0")
+    monkeypatch.setenv("SECRET_TOKEN", "do not print")
+    text = riftco("doctor", "--op", "rope").stdout
+    for part in (
+        f"torch                  {torch.__version__}",
+        "RIFTCO_CHECK           0",
+        "rope",
+        "all that is here works",
+    ):
+        assert part in text
+    lines = {line.split()[0]: line for line in text.splitlines() if line.startswith("  ")}
+    assert "absent: " in lines["cuda"] and "; " in lines["cuda"]
+    assert "make tpu-env" in lines["xla"] and "works" in lines["cpu"]
+    assert "swiglu" not in text and "training" not in text and "do not print" not in text
+
+
+def test_a_kernel_that_is_wrong_is_named(riftco, quick, monkeypatch):
+    real = _contract.load
+
+    def load(path):
+        function = real(path)
+        if path != "riftco.kernels.rope.spec:forward":
+            return function
+        return lambda q, k, *rest: tuple(t * 1.1 for t in function(q, k, *rest))
+
+    monkeypatch.setattr(_contract, "load", load)
+    done = riftco("doctor", "--device", "cpu", "--json", "--op", "rope", code=1)
+    found = json.loads(done.stdout)
+    (suite,) = found["suites"]
+    assert not found["ok"] and "OutOfBudget: q" in suite["failures"][0] and ", float32: " in suite["failures"][0]
+    text = riftco("doctor", "--device", "cpu", "--op", "rope", code=1).stdout
+    assert f"{len(suite['failures'])} FAILED" in text.splitlines()[-1] and suite["failures"][0] in text
+
+
+def test_a_training_that_does_not_learn_or_leaves_the_cpus_is_named(monkeypatch):
+    good = tiny.train_tiny(tiny.TinyRun(2))
+
+    class Result:
+        before, after, metrics = good.after, good.before, good.metrics
+
+    monkeypatch.setattr(report, "train_tiny", lambda run: Result)
+    assert "held-out loss" in report._training("full", "cpu", ()).failure
+    monkeypatch.setattr(report, "train_tiny", lambda run: good)
+    earlier = report.Training("cpu", "full", [good.metrics[0].loss, good.metrics[1].loss * 1.02])
+    assert "loss of step 2 is" in report._training("full", "cuda", [earlier]).failure
+    assert not report._training("full", "cuda", ()).failure
+    monkeypatch.setattr(report, "train_tiny", lambda run: 1 / 0)
+    assert report._training("full", "cpu", ()).failure.startswith("ZeroDivisionError")
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--device", "abacus"), "--device must be one of cpu, cuda, mps, xla; got 'abacus'"),
+        (("--device", "mps"), "--device mps: Metal exists on Macs only; use cuda or cpu"),
+        (("--device", "cpu", "--op", "nose"), "no op's name contains 'nose'"),
+    ],
+)
+def test_bad_options(riftco, monkeypatch, options, why):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(machine.platform, "system", lambda: "Linux")
+    assert why in riftco("doctor", *options, code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("system", "built", "remedy"),
+    [("Linux", False, "use cuda"), ("Darwin", False, "arm64 Python"), ("Darwin", True, "macOS 14")],
+)
+def test_every_absence_of_metal_has_its_remedy(monkeypatch, system, built, remedy):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_built", lambda: built)
+    monkeypatch.setattr(machine.platform, "system", lambda: system)
+    state = machine.device_state("mps")
+    assert state.state == "absent" and remedy in state.remedy
+
+
+@pytest.mark.parametrize(("cuda", "system", "remedy"), [
+    (None, "Linux", "CUDA build"), ("12.8", "Linux", "nvidia-smi"), (None, "Darwin", "mps"),
+])  # fmt: skip
+def test_every_absence_of_cuda_has_its_remedy(monkeypatch, cuda, system, remedy):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(machine.platform, "system", lambda: system)
+    state = machine.device_state("cuda")
+    assert state.state == "absent" and remedy in state.remedy
+
+
+def test_a_gpu_that_cannot_be_used_is_broken(monkeypatch):
+    class Properties:
+        name, major, minor, total_memory = "Old", 7, 5, 16 << 30
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: Properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: True)
+    state = machine.device_state("cuda")
+    assert state.state == "broken" and "Old" in state.detail and "8.0" in state.remedy
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
+    assert machine.device_state("cuda").remedy == "pip install triton"
+
+
+def test_a_mac_without_the_extension_is_broken(riftco, quick, monkeypatch):
+    """Metal is there, riftco's part is not: the remedy, status 1, and no suite on it."""
+
+    def missing():
+        raise RuntimeError(f"riftco: the Metal extension is not built (no _C*.so). {metal.REBUILD}")
+
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(metal, "ops", missing)
+    found = json.loads(riftco("doctor", "--device", "mps", "--json", code=1).stdout)
+    assert found["devices"]["mps"]["state"] == "broken" and "is not built" in found["devices"]["mps"]["detail"]
+    assert found["devices"]["mps"]["remedy"] == metal.REBUILD and not found["suites"]
+
+
+@pytest.mark.skipif(not EMULATED.available, reason=f"mps-emulated: {EMULATED.why_not}")
+def test_on_a_mac_the_shaders_are_examined(riftco, quick, monkeypatch):
+    """The emulator in the place of a Mac's GPU: tensors lie on the CPU, all else is what a Mac runs."""
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(report, "where", lambda device: "cpu")
+    monkeypatch.setitem(tiny.BACKENDS, "metal", "cpu")
+    monkeypatch.setattr(report, "METHODS", ("lora",))
+    with EMULATED.use():
+        found = json.loads(riftco("doctor", "--device", "mps", "--json").stdout)
+    assert found["ok"] and found["devices"]["mps"]["detail"] == f"Metal extension built with torch {torch.__version__}"
+    assert all(s["passed"] > 10 and s["device"] == "mps" for s in found["suites"])
+    (training,) = found["trainings"]
+    assert training["device"] == "mps" and training["losses"][1] < training["losses"][0]
+    real = metal.source
+    broken = real("swiglu").replace("x >= 0.0f ? 1.0f : e", "e")
+    monkeypatch.setattr(metal, "source", lambda name: broken if name == "swiglu" else real(name))
+    with EMULATED.use():
+        found = json.loads(riftco("doctor", "--device", "mps", "--json", "--op", "swiglu", code=1).stdout)
+    assert found["suites"][0]["failures"]
+
+
+def test_ops_without_a_kernel_there_are_said_to_be_refused():
+    assert "refused by name" in report._suite("adam", "xla").lines()[0]
