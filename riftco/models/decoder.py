@@ -1,4 +1,4 @@
-"""The decoder: one module for the whole Llama family, with Hugging Face's parameter names.
+"""The decoder: one module for every family, with Hugging Face's parameter names; what differs is in its config.
 
 B sequences, T positions (or `total` positions of packed documents), C hidden size, H query heads, K key/value heads,
 D head size, V vocabulary.
@@ -7,21 +7,22 @@ D head size, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from ..functional import attention, describe_head, recomputed, rope, sliced_head_loss, swiglu
+from ..functional import attention, describe_head, geglu, recomputed, rope, sliced_head_loss, swiglu
 from ..nn import Embedding, RMSNorm, linear_group
 from .config import DecoderConfig
 from .errors import ModelError
-from .kv_cache import KVCache
+from .kv_cache import KVCache, Step
 from .rotary import Rotary, Rotation
 
 ACTIVATION_CHECKPOINTING = ("disabled", "block", "selective")
 ATTENTION = ("flash", "materialized")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,11 @@ class Packing:
 
 
 class Attends(Protocol):
-    """In a cache's place: attention over rows that it keeps itself, [B, T, H, D] from rotated q, k and from v."""
+    """A cache: attention over rows that it keeps itself, [.., H, D] from rotated q, k and from v."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        """`how`: scale, window and softcap, as attention_with_cache takes them."""
+        ...
 
 
 class Attention(nn.Module):
@@ -44,73 +47,104 @@ class Attention(nn.Module):
         C, H, K, D = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
         self.index, self.head_dim, self.impl = index, D, "flash"
         self.rotates = index not in config.no_rope_layers
-        self.q_proj = nn.Linear(C, H * D, bias=config.attention_bias)
-        self.k_proj = nn.Linear(C, K * D, bias=config.attention_bias)
-        self.v_proj = nn.Linear(C, K * D, bias=config.attention_bias)
+        window = config.window_of(index)
+        self.how: dict[str, Any] = {
+            "scale": config.attention_scale,
+            "window": (None if window is None else window - 1, None),
+            "softcap": config.attention_softcap,
+        }
+        self.sizes = (H * D, K * D, K * D)
+        self.fused = config.fused_projections
+        if self.fused:
+            self.qkv_proj = nn.Linear(C, sum(self.sizes), bias=config.attention_bias)
+        else:
+            self.q_proj = nn.Linear(C, H * D, bias=config.attention_bias)
+            self.k_proj = nn.Linear(C, K * D, bias=config.attention_bias)
+            self.v_proj = nn.Linear(C, K * D, bias=config.attention_bias)
         self.o_proj = nn.Linear(H * D, C, bias=config.output_bias)
         self.norms_qk = config.qk_norm
         if config.qk_norm:
-            self.q_norm = RMSNorm(D, eps=config.rms_norm_eps)
-            self.k_norm = RMSNorm(D, eps=config.rms_norm_eps)
+            self.q_norm = RMSNorm(D, eps=config.rms_norm_eps, offset=config.norm_offset)
+            self.k_norm = RMSNorm(D, eps=config.rms_norm_eps, offset=config.norm_offset)
 
     def forward(
-        self, x: Tensor, rotation: Rotation, packing: Packing | None = None, cache: KVCache | Attends | None = None
+        self, x: Tensor, rotation: Rotation, packing: Packing | None = None, cache: Attends | None = None
     ) -> Tensor:
-        with recomputed(x):  # what the norm has read is kept anyway
-            rows = linear_group(x, (self.q_proj, self.k_proj, self.v_proj))
-        q, k, v = (row.unflatten(-1, (-1, self.head_dim)) for row in rows)
+        q, k, v = (row.unflatten(-1, (-1, self.head_dim)) for row in self._projected(x))
         if self.norms_qk:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotates:
             q, k = rope(q, k, rotation.cos, rotation.sin, positions=rotation.rows)
         if cache is not None:
-            if not isinstance(cache, KVCache):
-                return self.o_proj(cache.attend(self.index, q, k, v).flatten(-2))
-            k, v = cache.append(self.index, k, v)
+            return self.o_proj(cache.attend(self.index, q, k, v, **self.how).flatten(-2))
         if packing is None:
-            out = attention(q, k, v, causal=True, impl=self.impl)
+            out = attention(q, k, v, causal=True, impl=self.impl, **self.how)
         else:
             cu, longest = packing.cu_seqlens, packing.max_seqlen
             out = attention(
                 q, k, v, causal=True, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest, max_seqlen_k=longest,
-                impl=self.impl,
+                impl=self.impl, **self.how,
             )  # fmt: skip
         assert isinstance(out, Tensor)  # a pair only with return_lse
         return self.o_proj(out.flatten(-2))
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        with recomputed(x):  # what the norm has read is kept anyway
+            if self.fused:
+                return self.qkv_proj(x).split(self.sizes, -1)
+            return linear_group(x, (self.q_proj, self.k_proj, self.v_proj))
 
 
 class MLP(nn.Module):
     def __init__(self, config: DecoderConfig):
         super().__init__()
         C, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(C, inner, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(C, inner, bias=config.mlp_bias)
+        self.fused, self.activation = config.fused_projections, config.activation
+        if self.fused:
+            self.gate_up_proj = nn.Linear(C, 2 * inner, bias=config.mlp_bias)
+        else:
+            self.gate_proj = nn.Linear(C, inner, bias=config.mlp_bias)
+            self.up_proj = nn.Linear(C, inner, bias=config.mlp_bias)
         self.down_proj = nn.Linear(inner, C, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = swiglu(*self._gated(x))
+        gated = self._gated(x)
+        h = swiglu(*gated) if self.activation == "silu" else geglu(*gated, approximate="tanh")
         with recomputed(h):  # gate and up are kept, and give h again
             return self.down_proj(h)
 
     def _gated(self, x: Tensor) -> tuple[Tensor, ...]:
         with recomputed(x):  # what the norm has read is kept anyway
+            if self.fused:
+                return (self.gate_up_proj(x),)
             return linear_group(x, (self.gate_proj, self.up_proj))
 
 
 class Block(nn.Module):
     def __init__(self, config: DecoderConfig, index: int):
         super().__init__()
+
+        def norm() -> RMSNorm:
+            return RMSNorm(config.hidden_size, eps=config.rms_norm_eps, offset=config.norm_offset)
+
         self.self_attn = Attention(config, index)
         self.mlp = MLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = norm()
+        self.post_attention_layernorm = norm()
+        self.post_norms = config.post_norms
+        if self.post_norms:
+            self.pre_feedforward_layernorm = norm()
+            self.post_feedforward_layernorm = norm()
 
     def forward(
-        self, x: Tensor, rotation: Rotation, packing: Packing | None = None, cache: KVCache | Attends | None = None
+        self, x: Tensor, rotation: Rotation, packing: Packing | None = None, cache: Attends | None = None
     ) -> Tensor:
         attended = self.self_attn(self.input_layernorm(x), rotation, packing, cache)
-        h, x = self.post_attention_layernorm(attended, x)  # the norm of their sum, and the sum
-        return x + self.mlp(h)
+        if not self.post_norms:
+            h, x = self.post_attention_layernorm(attended, x)  # the norm of their sum, and the sum
+            return x + self.mlp(h)
+        h, x = self.pre_feedforward_layernorm(self.post_attention_layernorm(attended), x)
+        return x + self.post_feedforward_layernorm(self.mlp(h))
 
 
 class Backbone(nn.Module):
@@ -120,11 +154,11 @@ class Backbone(nn.Module):
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, offset=config.norm_offset)
 
 
 class Decoder(nn.Module):
-    """A causal language model of the Llama family.
+    """A causal language model.
 
     Args:
         config: shape and options.
@@ -146,7 +180,12 @@ class Decoder(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.rotary = Rotary(config.rope)
+        self.local_rotary = None if config.local_rope is None else Rotary(config.local_rope)
         self.attention = attention
+        # rounded to the dtype of what it scales, as the weights were trained
+        self._embedding_scale = {
+            d: float(torch.full((), config.embedding_scale, dtype=d, device="cpu")) for d in DTYPES
+        }
         self.apply(_initialise)
 
     @property
@@ -185,7 +224,12 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids: Tensor, **options) -> Tensor:
         """input_ids [B, T] or packed [total] -> logits [..., V]. Options as in `hidden`."""
-        return self.lm_head(self.hidden(input_ids, **options))
+        return self.logits(self.hidden(input_ids, **options))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The head's logits [..., V] of hidden states [..., C], bent by the final softcap where there is one."""
+        z, cap = self.lm_head(hidden), self.config.final_softcap
+        return z if not cap else cap * torch.tanh(z / cap)
 
     def hidden(
         self,
@@ -194,39 +238,72 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
-        kv_cache: KVCache | None = None,
+        kv_cache: KVCache | Step | None = None,
     ) -> Tensor:
         """The hidden states that the head reads, [..., C].
 
         Args:
-            input_ids: int32 or int64 [B, T]; or, with `cu_seqlens`, packed documents [total].
+            input_ids: int32 or int64 [B, T]; or, with `cu_seqlens` or a Step, packed [total].
             positions: the position of each token, [T] or as input_ids; from 0 in each row or document unless given.
             cu_seqlens: int32 [documents + 1], where packed documents begin and end: no token sees another's document.
             max_seqlen: the longest document's length, where the caller knows it.
-            kv_cache: what was read before, for B rows; this forward appends to it.
+            kv_cache: what was read before: a KVCache, whose first B slots these rows go on; or a Step that
+                KVCache.begin made, for runs of any slots. This forward appends to it.
         """
         self._check(input_ids, positions, cu_seqlens, max_seqlen, kv_cache)
+        step = kv_cache
+        if isinstance(kv_cache, KVCache):
+            B, T = input_ids.shape
+            step = kv_cache.begin([(slot, T) for slot in range(B)])
+        assert step is None or isinstance(step, Step)
         packing = None if cu_seqlens is None else Packing(cu_seqlens, max_seqlen)
-        if positions is None:
-            kind = torch.int64 if cu_seqlens is None else cu_seqlens.dtype
-            positions = torch.arange(input_ids.shape[-1], device=input_ids.device, dtype=kind)
-            if cu_seqlens is not None:
-                starts = torch.searchsorted(cu_seqlens, positions, right=True) - 1
-                positions = positions - cu_seqlens[starts]
-            elif kv_cache is not None:
-                positions = positions + kv_cache.length
-        rotation = self.rotary(positions)
+        reach: int | Tensor | None = None if step is None else step.reach
+        if step is not None and positions is None:
+            positions = step.positions.view(input_ids.shape)
+        elif packing is not None:
+            positions, reach = _of_documents(packing.cu_seqlens, input_ids, positions, self.rotary.switches_at)
+        elif positions is None:
+            positions = torch.arange(input_ids.shape[-1], device=input_ids.device, dtype=torch.int64)
+        x = self.run(input_ids, positions, reach, packing, step)
+        if step is not None:
+            step.finish()
+        return x
+
+    def run(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        reach: int | Tensor | None = None,
+        packing: Packing | None = None,
+        cache: Attends | None = None,
+        *,
+        checkpointing: str | None = None,
+    ) -> Tensor:
+        """The hidden states of tokens at given positions: what `hidden` does once it knows them.
+
+        Args:
+            input_ids: [B, T] or [total].
+            positions: [T] or as input_ids.
+            reach: as Rotary takes it.
+            packing: where documents lie.
+            cache: what attends in attention's place.
+            checkpointing: in place of `activation_checkpointing`, which a cache switches off.
+        """
+        rotation = local = self.rotary(positions, reach)
+        if self.local_rotary is not None:
+            local = self.local_rotary(positions, reach)
         x = self.model.embed_tokens(input_ids)
-        replay = self.activation_checkpointing != "disabled" and torch.is_grad_enabled()
-        for layer in self.model.layers:
-            if replay and self.activation_checkpointing == "selective":
-                x = checkpoint(layer, x, rotation, packing, use_reentrant=False, context_fn=_keep_attention)
-            elif replay:
-                x = checkpoint(layer, x, rotation, packing, use_reentrant=False)
+        if self.config.embedding_scale != 1.0:
+            x = x * self._embedding_scale[x.dtype]
+        mode = checkpointing or (self.activation_checkpointing if cache is None else "disabled")
+        mode = mode if torch.is_grad_enabled() else "disabled"
+        more: dict[str, Any] = {"context_fn": _keep_attention} if mode == "selective" else {}
+        for i, layer in enumerate(self.model.layers):
+            turn = local if i in self.config.sliding_layers else rotation
+            if mode == "disabled":
+                x = layer(x, turn, packing, cache)
             else:
-                x = layer(x, rotation, packing, kv_cache)
-        if kv_cache is not None:
-            kv_cache.advance(input_ids.shape[-1])
+                x = checkpoint(layer, x, turn, packing, cache, use_reentrant=False, **more)
         return self.model.norm(x)
 
     def loss(
@@ -252,42 +329,60 @@ class Decoder(nn.Module):
             options: as in `hidden`.
         """
         try:
-            describe_head(self.lm_head)
+            describe_head(self.lm_head)  # before anything is computed
         except ValueError as refused:
             raise ModelError(f"loss: {refused}") from None
-        loss = sliced_head_loss(
+        return self.head_loss(
             self.hidden(input_ids, **options),
-            self.lm_head,
             target,
             row_weight=row_weight,
             n_labelled=n_labelled,
             denominator=denominator,
             reduction=reduction,
         )
+
+    def head_loss(self, hidden: Tensor, target: Tensor, **options) -> Tensor:
+        """The cross-entropy of the logits that the head makes of hidden states; options as linear_cross_entropy's."""
+        loss = sliced_head_loss(hidden, self.lm_head, target, softcap=self.config.final_softcap or None, **options)
         assert isinstance(loss, Tensor)
         return loss
 
     def _check(self, input_ids, positions, cu_seqlens, max_seqlen, kv_cache) -> None:
         if input_ids.dtype not in (torch.int32, torch.int64):
             raise ModelError(f"input_ids must be int32 or int64; got {input_ids.dtype}")
-        if input_ids.dim() != (2 if cu_seqlens is None else 1):
+        packed = cu_seqlens is not None or isinstance(kv_cache, Step)
+        if input_ids.dim() != (1 if packed else 2):
             raise ModelError(
                 f"input_ids must be [B, T], or [total] together with cu_seqlens; got {tuple(input_ids.shape)}"
             )
         if positions is not None and positions.shape not in (input_ids.shape, input_ids.shape[-1:]):
             raise ModelError(f"positions must be {tuple(input_ids.shape)} or [T]; got {tuple(positions.shape)}")
-        longest = max_seqlen if cu_seqlens is not None else input_ids.shape[1]
-        if kv_cache is not None:
-            if cu_seqlens is not None:
-                raise ModelError("kv_cache takes rows of one length; it cannot be used with cu_seqlens")
-            kv_cache.check(*input_ids.shape)
-            longest += kv_cache.length
-        if longest is not None and longest > self.config.max_position_embeddings:
+        if kv_cache is not None and cu_seqlens is not None:
+            raise ModelError("kv_cache knows where its runs begin; it cannot be used with cu_seqlens")
+        if isinstance(kv_cache, Step) and len(input_ids) != kv_cache.total:
+            raise ModelError(f"this step of the cache is of {kv_cache.total} tokens; got {len(input_ids)}")
+        longest = max_seqlen if packed else input_ids.shape[1]
+        if kv_cache is None and longest is not None and longest > self.config.max_position_embeddings:
             raise ModelError(too_long(longest, self.config))
 
 
 def too_long(n_tokens: int, config: DecoderConfig) -> str:
     return f"a context of {n_tokens} tokens is longer than this model's {config.max_position_embeddings}"
+
+
+def _of_documents(
+    cu_seqlens: Tensor, input_ids: Tensor, positions: Tensor | None, switches_at: int | None
+) -> tuple[Tensor, Tensor | None]:
+    """Positions of packed tokens, from 0 in each document unless given; and the length of each token's document, where
+    the rotation depends on it."""
+    rows = torch.arange(input_ids.shape[-1], device=input_ids.device, dtype=cu_seqlens.dtype)
+    of = torch.searchsorted(cu_seqlens, rows, right=True) - 1
+    if positions is None:
+        positions = rows - cu_seqlens[of]
+    if switches_at is None:
+        return positions, None
+    ends = torch.zeros(len(cu_seqlens), dtype=positions.dtype, device=positions.device)
+    return positions, ends.scatter_reduce(0, of, positions + 1, "amax")[of]
 
 
 def _keep_attention():

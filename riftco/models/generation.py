@@ -89,13 +89,13 @@ def _run(model, prompt_ids, max_new_tokens, temperature, top_p, stop_ids, seed) 
         generator.seed()
     else:
         generator.manual_seed(seed)
-    cache = KVCache(model.config, len(prompt_ids) + max_new_tokens, dtype=model.dtype, device=device)
+    cache = KVCache(model.config, 1, len(prompt_ids) + max_new_tokens, dtype=model.dtype, device=device)
     step = torch.tensor([prompt_ids], device=device)
     model.eval()
     try:
         for _ in range(max_new_tokens):
             with torch.no_grad():
-                logits = model.lm_head(model.hidden(step, kv_cache=cache)[:, -1])
+                logits = model.logits(model.hidden(step, kv_cache=cache)[:, -1])
                 step = sample(logits, temperature, top_p, generator).unsqueeze(-1)
             token = int(step)
             if token in stop_ids:

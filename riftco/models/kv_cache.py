@@ -1,68 +1,297 @@
-"""Keys and values of the positions already read, for generation: one contiguous buffer per layer."""
+"""What a decoder has read, slot by slot: keys and values over the kernels' cache, and whatever else a layer keeps.
+
+Layers that see everything share one buffer of `window` rows a slot, or pages of it. Layers with a sliding window share
+a ring: as many rows as the window needs, which a block table folds the positions into.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ..functional import Cache, attention_with_cache
 from .config import DecoderConfig
 from .errors import ModelError
+from .kv_rows import STORED, Pages, Ring, Rows, Slots
+
+LAYOUTS = ("slot", "paged")
+
+
+class State(Protocol):
+    """What a layer without keys and values keeps (a recurrent state): whole, it cannot be cut back."""
+
+    def ends_at(self, slot: int) -> int:
+        """How many positions it has read."""
+        ...
+
+    def snapshot(self, slot: int) -> Any: ...
+
+    def restore(self, slot: int, saved: Any) -> None: ...
+
+    def clear(self, slot: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The bytes of positions [start, end) of a slot in every layer that keeps rows, and the other layers' states.
+
+    rows: for each group of layers the first position that is there, and its tensors.
+    """
+
+    start: int
+    end: int
+    rows: tuple[tuple[int, tuple[Tensor, ...]], ...]
+    states: Mapping[int, Any]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for _, tensors in self.rows for t in tensors)
 
 
 class KVCache:
-    """Room for `capacity` positions of `batch` sequences of one length; `length` positions are filled.
+    """Room for `window` positions of each of `slots` sequences; `lengths` are filled.
 
-    A forward with a cache appends its keys and values and attends to everything before them. Keys are stored as
-    attention reads them: normed and rotated. Holds no gradients.
+    A forward with a cache appends to it and attends to everything before. Keys are stored as attention reads them:
+    normed and rotated. Holds no gradients.
+
+    Args:
+        config: of the model.
+        slots: sequences.
+        window: positions of a slot, at most the model's context.
+        dtype: "float32", "float16", "bfloat16" or "q8_0" (GGUF's blocks: 8.5 bits a number), or a torch dtype.
+        layout: "slot": one piece a slot. "paged": pages are given to a slot as it grows, out of one pool.
+        page_size, pages: of the paged layout: rows of a page, and how many there are (default: enough for all slots).
+        undo: how many positions `cut` can take back at least where a layer has a sliding window; None: all.
+        states: layer -> its State, for layers that keep no keys and values.
+        device: where the rows are.
+
+    Raises:
+        ModelError: sizes or options that do not fit, each named.
     """
 
     def __init__(
         self,
         config: DecoderConfig,
-        capacity: int,
+        slots: int = 1,
+        window: int | None = None,
         *,
-        batch: int = 1,
-        dtype: torch.dtype = torch.float32,
+        dtype: str | torch.dtype = "float32",
+        layout: str = "slot",
+        page_size: int = 64,
+        pages: int | None = None,
+        undo: int | None = 0,
+        states: Mapping[int, State] | None = None,
         device: torch.device | str = "cpu",
     ):
-        if not 0 < capacity <= config.max_position_embeddings:
-            raise ModelError(
-                f"KVCache: capacity must be between 1 and the model's longest context, "
-                f"{config.max_position_embeddings}; got {capacity}"
-            )
-        shape = (batch, capacity, config.num_kv_heads, config.head_dim)
-        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self.capacity = capacity
-        self.length = 0
+        longest = config.max_position_embeddings
+        window = longest if window is None else window
+        if not 0 < window <= longest:
+            raise ModelError(f"KVCache: window must be between 1 and the model's context, {longest}; got {window}")
+        if slots < 1 or page_size < 1 or (pages is not None and pages < 1) or (undo is not None and undo < 0):
+            raise ModelError(f"KVCache: sizes must be at least 1; got {slots=}, {page_size=}, {pages=}, {undo=}")
+        if layout not in LAYOUTS:
+            raise ModelError(f"KVCache: layout must be one of {', '.join(LAYOUTS)}; got {layout!r}")
+        named = next((n for n, kind in STORED.items() if dtype in (n, kind) and dtype != torch.int8), None)
+        if named is None:
+            raise ModelError(f"KVCache: dtype must be one of {', '.join(STORED)}; got {dtype!r}")
+        self.slots, self.window, self.dtype, self.layout = slots, window, named, layout
+        self.states: Mapping[int, State] = dict(states or {})
+        self.lengths = [0] * slots
+        self.device = torch.device(device)
+        self.groups: list[Rows] = []
+        self._place: dict[int, tuple[Rows, int]] = {}
+        for reach, layers in self._reaches(config, undo).items():
+            shape = (len(layers), slots, window, config.num_kv_heads, config.head_dim)
+            try:
+                if reach is not None:
+                    group: Rows = Ring(shape, named, self.device, reach, 0 if undo is None else undo)
+                elif layout == "paged":
+                    group = Pages(shape, named, self.device, page_size, pages)
+                else:
+                    group = Slots(shape, named, self.device)
+            except ValueError as refused:
+                raise ModelError(f"KVCache: {str(refused).removeprefix('Cache: ')}") from None
+            self.groups.append(group)
+            self._place |= {layer: (group, i) for i, layer in enumerate(layers)}
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write k and v [B, T, K, D] behind the filled positions of `layer`; return views of all of them [B, S, K, D].
+    def _reaches(self, config: DecoderConfig, undo: int | None) -> dict[int | None, list[int]]:
+        """How far back layers look (None: to the start, or too far for a ring to save rows) -> those layers."""
+        found: dict[int | None, list[int]] = {}
+        for layer in range(config.num_layers):
+            if layer in self.states:
+                continue
+            window = config.window_of(layer)
+            ring = window is not None and undo is not None and window - 1 + undo < self.window
+            found.setdefault(window - 1 if ring and window is not None else None, []).append(layer)
+        return found
 
-        The positions count as filled only after `advance`, once every layer has written its own.
+    @property
+    def nbytes(self) -> int:
+        """Of all rows, scales included."""
+        return sum(group.nbytes for group in self.groups)
+
+    @property
+    def length(self) -> int:
+        """Of slots that are filled alike."""
+        if len(set(self.lengths)) > 1:
+            raise ModelError(f"KVCache: its slots hold different lengths, {self.lengths}; ask for `lengths`")
+        return self.lengths[0]
+
+    def begin(self, runs: Sequence[tuple[int, int]]) -> Step:
+        """The next forward's rows: (slot, how many tokens) of each run. Nothing counts as read before `finish`.
+
+        Raises:
+            ModelError: a slot that is not there or twice, more rows or pages than there are, gradients; before
+                anything changes.
         """
-        end = self.length + k.shape[1]
-        keys, values = self.keys[layer][:, :end], self.values[layer][:, :end]
-        keys[:, self.length :].copy_(k)
-        values[:, self.length :].copy_(v)
-        return keys, values
-
-    def check(self, batch: int, n_tokens: int) -> None:
-        """Refuse, before any layer runs, what does not fit."""
-        if batch != self.keys[0].shape[0]:
-            raise ModelError(f"KVCache: made for {self.keys[0].shape[0]} sequences; got {batch}")
-        if self.length + n_tokens > self.capacity:
-            raise ModelError(
-                f"KVCache: {n_tokens} more positions after {self.length} do not fit its capacity of {self.capacity}"
-            )
+        named = [slot for slot, _ in runs]
+        if len(set(named)) != len(named) or any(not 0 <= s < self.slots for s in named):
+            raise ModelError(f"KVCache: runs must be of different slots below {self.slots}; got slots {named}")
+        for slot, count in runs:
+            if count < 1 or self.lengths[slot] + count > self.window:
+                raise ModelError(
+                    f"KVCache: {count} more positions after {self.lengths[slot]} do not fit its window of {self.window}"
+                )
         if torch.is_grad_enabled():
             raise ModelError("KVCache: holds no gradients; run the forward under torch.no_grad()")
+        ends = {slot: self.lengths[slot] + count for slot, count in runs}
+        for group in self.groups:
+            group.check_room(ends)
+        for group in self.groups:
+            group.reserve(ends)
+        return Step(self, runs)
 
-    def advance(self, n_tokens: int) -> None:
-        self.length += n_tokens
+    def cut(self, slot: int, length: int) -> None:
+        """Forget a slot's positions from `length` on.
+
+        Raises:
+            ModelError: more than there are; a layer's state that cannot be cut back; rows of a sliding window that
+                later ones have replaced. Nothing has changed then.
+        """
+        if not 0 <= length <= self.lengths[slot]:
+            raise ModelError(f"KVCache: cannot cut {self.lengths[slot]} positions to {length}")
+        for layer, state in self.states.items():
+            if length and state.ends_at(slot) != length:
+                raise ModelError(
+                    f"KVCache: the state of layer {layer} has read {state.ends_at(slot)} positions and cannot be cut "
+                    f"back to {length}; restore a snapshot that ends there"
+                )
+        for group in self.groups:
+            group.check_cut(slot, length)
+        for group in self.groups:
+            group.cut(slot, length)
+        for state in self.states.values() if not length else ():
+            state.clear(slot)
+        self.lengths[slot] = length
 
     def truncate(self, length: int) -> None:
-        """Forget the positions from `length` on."""
-        if not 0 <= length <= self.length:
-            raise ModelError(f"KVCache: cannot cut {self.length} positions to {length}")
-        self.length = length
+        """Cut every slot."""
+        for slot in range(self.slots):
+            self.cut(slot, length)
+
+    def clear(self, slot: int) -> None:
+        """Forget all of a slot; its pages are free."""
+        self.cut(slot, 0)
+
+    def snapshot(self, slot: int, start: int = 0, end: int | None = None) -> Snapshot:
+        """The bytes of positions [start, end), as they are stored. `end` is the slot's length unless given."""
+        end = self.lengths[slot] if end is None else end
+        if not 0 <= start <= end <= self.lengths[slot]:
+            raise ModelError(
+                f"KVCache: positions {start} to {end} are not among the {self.lengths[slot]} of slot {slot}"
+            )
+        for layer, state in self.states.items():
+            if state.ends_at(slot) != end:
+                raise ModelError(
+                    f"KVCache: the state of layer {layer} has read {state.ends_at(slot)} positions; a snapshot of it "
+                    f"cannot end at {end}"
+                )
+        for group in self.groups:
+            group.check_cut(slot, end)
+        rows = tuple(group.take(slot, start, end) for group in self.groups)
+        return Snapshot(start, end, rows, {layer: s.snapshot(slot) for layer, s in self.states.items()})
+
+    def restore(self, saved: Snapshot, slot: int) -> None:
+        """Put a snapshot's bytes into a slot, which then ends where the snapshot does.
+
+        Raises:
+            ModelError: a slot that ends before the snapshot starts, or a snapshot of another cache; nothing changed.
+        """
+        if saved.start > self.lengths[slot] or saved.end > self.window:
+            raise ModelError(
+                f"KVCache: a snapshot of positions {saved.start} to {saved.end} does not fit slot {slot}, which ends "
+                f"at {self.lengths[slot]} of {self.window}"
+            )
+        if len(saved.rows) != len(self.groups) or saved.states.keys() != self.states.keys():
+            raise ModelError("KVCache: the snapshot is of a cache with other layers")
+        for group, (first, tensors) in zip(self.groups, saved.rows):
+            group.check_put(slot, saved.start, first, saved.end, tensors)
+            group.check_room({slot: saved.end})
+        for group, (first, tensors) in zip(self.groups, saved.rows):
+            if saved.end < self.lengths[slot]:
+                group.cut(slot, saved.end)
+            group.reserve({slot: saved.end})
+            group.put(slot, saved.start, first, saved.end, tensors)
+        for layer, state in self.states.items():
+            state.restore(slot, saved.states[layer])
+        self.lengths[slot] = saved.end
+
+    def layer(self, index: int) -> tuple[Cache, int]:
+        """The kernels' cache that holds a layer's rows, and its place there."""
+        group, place = self._place[index]
+        return group.cache, place
+
+
+class Step:
+    """One forward over a cache: its runs, and their physical rows, made once for all layers.
+
+    Attributes:
+        positions: int64 [total], of every token.
+        cu_seqlens: int32 [runs + 1], where runs begin and end.
+    """
+
+    def __init__(self, cache: KVCache, runs: Sequence[tuple[int, int]]):
+        self.cache, self.runs = cache, list(runs)
+        starts = [cache.lengths[slot] for slot, _ in runs]
+        counts = torch.tensor([count for _, count in runs])
+        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+        self.total, self.longest = int(bounds[-1]), max((count for _, count in runs), default=0)
+        of = torch.repeat_interleave(torch.arange(len(runs)), counts)
+        begun = torch.tensor(starts, dtype=torch.int64)
+        positions = begun[of] + torch.arange(self.total) - bounds[of]
+        ends = (begun + counts)[of] if runs else positions
+        device = cache.device
+        self.slots = torch.tensor([slot for slot, _ in runs], dtype=torch.int64).to(device)
+        self.first = begun.to(device)
+        self.cu_seqlens = bounds.to(torch.int32).to(device)
+        self.positions = positions.to(device)
+        left = (ends - positions).to(device)
+        self.rows = {id(g): g.rows(self.slots, self.first, self.total, self.cu_seqlens, left) for g in cache.groups}
+
+    @property
+    def reach(self) -> int:
+        """How long sequences in this cache may get."""
+        return self.cache.window
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        """Attention of the new rows [.., H, D] over what their slots hold and each other; they are written after it."""
+        group, place = self.cache._place[layer]
+        qs, ks, vs = (t.reshape(-1, *t.shape[-2:]) for t in (q, k, v))
+        out = attention_with_cache(
+            qs, ks, vs, group.cache, place, self.slots, self.first, cu_seqlens_q=self.cu_seqlens,
+            max_seqlen_q=self.longest, **how,
+        )  # fmt: skip
+        assert isinstance(out, Tensor)
+        group.cache.write(place, self.rows[id(group)], ks, vs)
+        return out.view(q.shape)
+
+    def finish(self) -> None:
+        """Every layer has written its rows: they count as read."""
+        for slot, count in self.runs:
+            self.cache.lengths[slot] += count
+            for group in self.cache.groups:
+                group.grown(slot, self.cache.lengths[slot])

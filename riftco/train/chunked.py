@@ -11,13 +11,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from ..data import Batch
-from ..functional import Cache, attention_with_cache, sliced_head_loss
+from ..functional import Cache, attention_with_cache
 from ..models import Decoder
 from ..models.decoder import too_long
 from .state import random_state, set_random_state
@@ -48,9 +48,10 @@ class _Reading:
         self.cache = cache
         self.slots, self.positions = torch.tensor([[slot], [start]], device=device).unbind()
         self.rows = cache.rows(self.slots, self.positions, rows)
+        self.reach = cache.window
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = attention_with_cache(q[0], k[0], v[0], self.cache, layer, self.slots, self.positions)
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        out = attention_with_cache(q[0], k[0], v[0], self.cache, layer, self.slots, self.positions, **how)
         self.cache.write(layer, self.rows, k[0], v[0])
         assert isinstance(out, Tensor)
         return out[None]
@@ -63,7 +64,7 @@ class _Run:
     before the chunk become leaves that receive what it puts on them.
     """
 
-    def __init__(self, model: Decoder, run: int, cache: Cache | None, slot: int, prefix: int):
+    def __init__(self, model: Decoder, run: int, cache: Cache | None, slot: int, prefix: int, reach: int):
         config, device = model.config, model.device
         shape = (run, config.num_kv_heads, config.head_dim)
         n = config.num_layers
@@ -77,7 +78,7 @@ class _Run:
         self.shared = cache is None  # without a prefix one layer of a cache that nobody reads stands for all
         self.cache = cache or Cache.allocate(1, 1, 1, *shape[1:], dtype="float32", device=device)
         self.slots, self.positions = torch.tensor([[slot], [prefix]], device=device).unbind()
-        self.run, self.filling = run, False
+        self.run, self.filling, self.reach = run, False, reach
         self.begin((0, 0))
 
     @property
@@ -94,7 +95,7 @@ class _Run:
         self.own: dict[int, tuple[Tensor, Tensor]] = {}
         self.taps: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
         if self.filling:
             self.keys[layer][self.start : self.end] = k[0]
             self.values[layer][self.start : self.end] = v[0]
@@ -109,7 +110,7 @@ class _Run:
             k_new, v_new = torch.cat([tap_k, k[0]]), torch.cat([tap_v, v[0]])
         out = attention_with_cache(
             q[0], k_new, v_new, self.cache, 0 if self.shared else layer, self.slots, self.positions,
-            cu_seqlens_q=self.cu_q, cu_seqlens_k=self.cu_k, max_seqlen_q=self.end - self.start,
+            cu_seqlens_q=self.cu_q, cu_seqlens_k=self.cu_k, max_seqlen_q=self.end - self.start, **how,
         )  # fmt: skip
         assert isinstance(out, Tensor)
         return out[None]
@@ -177,7 +178,7 @@ def walk(
             f"the {budget_bytes} allowed; they grow with the reply alone: train a shorter one, or allow more"
         )
     chunks, denominator = chunks_of(length, chunk), denominator or len(labelled)
-    run = _Run(model, length, cache, slot, prefix)
+    run = _Run(model, length, cache, slot, prefix, len(input_ids) if cache is None else cache.window)
     states = []
     run.filling = True
     with torch.no_grad():
@@ -206,9 +207,8 @@ def _backward(model, input_ids, target, row_weight, denominator, span: Span, pre
     hidden = _hidden(model, input_ids, span, prefix, run, recompute)
     loss = None
     if bool((target[start:end] >= 0).any()):
-        loss = sliced_head_loss(
+        loss = model.head_loss(
             hidden[0],
-            model.lm_head,
             target[start:end],
             row_weight=None if row_weight is None else row_weight[start:end],
             denominator=denominator,
@@ -222,17 +222,11 @@ def _backward(model, input_ids, target, row_weight, denominator, span: Span, pre
     return torch.zeros((), device=hidden.device) if loss is None else loss.detach().float()
 
 
-def _hidden(model: Decoder, ids: Tensor, span: Span, prefix: int, attends, recompute: bool) -> Tensor:
+def _hidden(model: Decoder, ids: Tensor, span: Span, prefix: int, attends: _Run | _Reading, recompute: bool) -> Tensor:
     start, end = span
     positions = torch.arange(prefix + start, prefix + end, device=ids.device)
-    rotation = model.rotary(positions)
-    x = model.model.embed_tokens(ids[None, start:end])
-    for layer in model.model.layers:
-        if recompute:
-            x = checkpoint(layer, x, rotation, None, attends, use_reentrant=False)
-        else:
-            x = layer(x, rotation, None, attends)
-    return model.model.norm(x)
+    mode = "block" if recompute else "disabled"
+    return model.run(ids[None, start:end], positions, attends.reach, None, attends, checkpointing=mode)
 
 
 def read(model: Decoder, input_ids: Tensor, cache: Cache, *, slot: int = 0, start: int = 0, chunk: int = 512) -> None:

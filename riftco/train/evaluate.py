@@ -42,7 +42,7 @@ def evaluate(model, batches: Iterable[Batch], device: torch.device | str = "cpu"
                 )
                 rows = (batch.target >= 0).nonzero().squeeze(-1).to(device)
                 for some in rows.split(_rows_at_once(model)):
-                    logits = model.lm_head(hidden[some])
+                    logits = model.logits(hidden[some])
                     target = there.target[some]
                     weight = None if there.row_weight is None else there.row_weight[some]
                     total = cross_entropy(logits, target, row_weight=weight, reduction="sum")

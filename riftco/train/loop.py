@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ..data import Batch, RowPlan, Staging
-from ..functional import sliced_head_loss
 from .chunked import walk_batch
 from .duty import DutyCycle
 from .failures import OutOfMemory, StepAbandoned, TrainerPoisoned, device_failed, diagnostic, out_of_memory
@@ -237,9 +236,8 @@ class Trainer:
                     there.input_ids, there.target, there.row_weight, there.n_labelled, denominator, **where
                 )
             else:
-                loss = sliced_head_loss(
+                loss = self.model.head_loss(
                     self.model.hidden(there.input_ids, **where),
-                    self.model.lm_head,
                     there.topk_ids,
                     topk=there.topk_weights,
                     row_weight=there.row_weight,

@@ -46,19 +46,7 @@ def test_greedy_equals_transformers(model, reference):
     assert list(generate_tokens(model, prompt, max_new_tokens=40, stop_ids={stop})) == got[: got.index(stop)]
 
 
-@covers(
-    "generate",
-    without=(
-        "mistral-window",
-        "qwen2-window",
-        "gemma2",
-        "gemma3",
-        "phi3",
-        "phi3-window",
-        "phi3-longrope",
-        "phi3-partial-rope",
-    ),
-)
+@covers("generate")
 def test_greedy_generation_of_every_family(family):
     reference = hf_model(family)
     decoder = Decoder(DecoderConfig.from_hf(reference.config.to_dict()))

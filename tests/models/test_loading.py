@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from families import SIZES, covered
+from families import FAMILIES, SIZES
 from safetensors.torch import load_file, save_file
 from tiny_models import byte_level_vocabulary, hf_model, write_gguf
 
@@ -59,7 +59,7 @@ def reconfigure(folder, **changes) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
-@pytest.mark.parametrize("family", sorted(covered()["forward"]))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_folders_of_every_family(tmp_path, family):
     reference = hf_model(family)
     reference.save_pretrained(tmp_path / "m")
@@ -218,7 +218,7 @@ def _parts(tensors, to: str, of: str) -> dict:
     return {k.replace(of, to): v.clone() for k, v in tensors.items() if k.startswith(start)}
 
 
-@pytest.mark.parametrize("family", sorted(covered()["forward"]))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_saved_folders_load_in_transformers(tmp_path, family):
     from transformers import AutoModelForCausalLM
 

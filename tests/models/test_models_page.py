@@ -12,7 +12,7 @@ PAGE = (pathlib.Path(__file__).parent.parent.parent / "docs" / "models.md").read
 def test_its_code_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.S)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     exec("\n".join(blocks), {})
 
 

@@ -54,7 +54,8 @@ class OneGraph:
     def __init__(self, cache=None, slot=0, prefix=0):
         self.cache, self.slot, self.prefix = cache, slot, prefix
 
-    def attend(self, layer, q, k, v):
+    def attend(self, layer, q, k, v, scale, window, softcap):
+        assert window == (None, None) and not softcap
         if self.prefix:
             old = [t[self.slot, : self.prefix][None] for t in self.cache.dequantized(layer, q.dtype)]
             k, v = (torch.cat([a, b], 1) for a, b in zip(old, (k, v), strict=True))
@@ -62,7 +63,7 @@ class OneGraph:
         see = torch.ones(T, S, dtype=torch.bool).tril(S - T)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         k, v = (t.repeat_interleave(q.shape[1] // K, 1) for t in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=see).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=see, scale=scale).transpose(1, 2)
 
 
 def oracle(model, ids, target, attends, prefix, weight=None, denominator=None):

@@ -21,6 +21,9 @@ class TinyModel(torch.nn.Module):
     def hidden(self, input_ids, *, positions, cu_seqlens, max_seqlen):
         return self.dropout(torch.tanh(self.embed(input_ids) + self.place(positions)))
 
+    def logits(self, hidden):
+        return self.lm_head(hidden)
+
     def loss(self, input_ids, target, row_weight=None, n_labelled=None, denominator=None, **where):
         logits = self.lm_head(self.hidden(input_ids, **where))
         losses = F.cross_entropy(logits, target.long(), reduction="none", ignore_index=-100)
