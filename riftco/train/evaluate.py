@@ -19,7 +19,7 @@ def evaluate(model, batches: Iterable[Batch], device: torch.device | str = "cpu"
     """Evaluate `model` (put into evaluation mode while this runs).
 
     Args:
-        model: has `hidden(input_ids, positions=, cu_seqlens=, max_seqlen=)` and `lm_head`, as riftco.models.Decoder.
+        model: has `hidden(input_ids, positions=, cu_seqlens=, max_seqlen=)` and `logits`, as riftco.models.Decoder.
         batches: packed examples with at least one label among them.
 
     Logits exist for labelled rows only, at most 32 MiB of them at once.
