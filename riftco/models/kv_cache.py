@@ -16,7 +16,7 @@ from torch import Tensor
 from ..functional import Cache, attention_with_cache
 from .config import DecoderConfig
 from .errors import ModelError
-from .kv_rows import STORED, Pages, Ring, Rows, Slots
+from .kv_rows import DTYPES, Pages, Ring, Rows, Slots
 
 LAYOUTS = ("slot", "paged")
 
@@ -95,9 +95,9 @@ class KVCache:
             raise ModelError(f"KVCache: sizes must be at least 1; got {slots=}, {page_size=}, {pages=}, {undo=}")
         if layout not in LAYOUTS:
             raise ModelError(f"KVCache: layout must be one of {', '.join(LAYOUTS)}; got {layout!r}")
-        named = next((n for n, kind in STORED.items() if dtype in (n, kind) and dtype != torch.int8), None)
+        named = next((n for n, kind in DTYPES.items() if dtype in (n, kind)), None)
         if named is None:
-            raise ModelError(f"KVCache: dtype must be one of {', '.join(STORED)}; got {dtype!r}")
+            raise ModelError(f"KVCache: dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
         self.slots, self.window, self.dtype, self.layout = slots, window, named, layout
         self.states: Mapping[int, State] = dict(states or {})
         self.lengths = [0] * slots

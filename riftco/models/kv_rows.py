@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from ..functional import Cache
-from ..kernels.cached_attention.cache import STORED
 from .errors import ModelError
 
-__all__ = ["STORED", "Pages", "Ring", "Rows", "Slots"]
-
+# what rows are kept in, and the torch dtype of the same name
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "q8_0": None}
 Shape = tuple[int, int, int, int, int]  # layers, slots, window, K, D
 
 

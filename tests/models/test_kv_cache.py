@@ -6,9 +6,9 @@ from families import FAMILIES
 from tiny_models import hf_model
 
 from riftco.models import Decoder, DecoderConfig, KVCache, ModelError
-from riftco.models.kv_rows import STORED
+from riftco.models.kv_rows import DTYPES
 
-CACHES = [(dtype, layout) for dtype in STORED for layout in ("slot", "paged")]
+CACHES = [(dtype, layout) for dtype in DTYPES for layout in ("slot", "paged")]
 # what rounding keys and values costs in logits, of their largest value
 LOSS = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 3e-2, "q8_0": 3e-2}
 
