@@ -8,8 +8,12 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_SUBMODULES = ("functional", "nn", "optim", "models", "adapters", "data", "train", "bench")
-_NAMES = {"explain": "riftco.kernels._contract"}
+_SUBMODULES = ("functional", "nn", "optim", "models", "adapters", "data", "train", "integrations", "bench")
+_NAMES = {
+    "explain": "riftco.kernels._contract",
+    "patch": "riftco.integrations.transformers",
+    "unpatch": "riftco.integrations.transformers",
+}
 
 __all__ = ["__version__", *_SUBMODULES, *_NAMES]
 
