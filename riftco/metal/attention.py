@@ -11,7 +11,7 @@ from ..kernels.attention import composed, spec
 from . import launch
 from .attention_route import LONGEST_ROW, Route, route, used
 
-SHADERS = ("attention_forward", "attention_backward", "attention_rows")
+SHADERS = ("attention_forward", "attention_backward", "attention_rows", "attention_softmax")
 THREADS = 128  # of every threadgroup: four simdgroups
 
 

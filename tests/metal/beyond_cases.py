@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
+import support
 import torch
 from torch import Tensor
 
@@ -173,7 +174,55 @@ def embedding(dtype: torch.dtype) -> Pairs:
     return {"gathered": (F.gather_rows(table, ids), want)}
 
 
+def attention(dtype: torch.dtype) -> Pairs:
+    """The softmax of the materialised route: strided, expanded and single columns; -inf, +inf, NaN; rows in several
+    stretches; a gradient of lse.
+    """
+    ops = torch.ops.riftco
+    rows = (4 * torch.randn(5, 3, 70)).to(dtype)
+    rows[0, 1], rows[1, :, ::2], rows[2, 0, 3], rows[3, 1, 69] = -torch.inf, -torch.inf, torch.inf, torch.nan
+    upstream = torch.randn(3, 70, 5).to(dtype).permute(2, 0, 1)
+    pairs: Pairs = {}
+    for name, s, d in (
+        ("rows", rows, upstream), ("columns", rows.permute(2, 1, 0), upstream.permute(2, 1, 0)),
+        ("expanded", rows[:1].expand(4, 3, 70), upstream[:1].expand(4, 3, 70)),
+        ("one key", rows[..., 4:5], upstream[..., :1]),
+        ("long", (9 * torch.randn(2, 1, 900)).to(dtype), torch.randn(1, 900).to(dtype).expand(2, 1, 900)),
+    ):  # fmt: skip
+        p, lse = ops.attention_softmax_fwd(s, True)
+        alone = ops.attention_softmax_fwd(s, False)[0]
+        for what, got, i in (("p", p, 0), ("lse", lse, 1), ("p alone", alone, 0)):
+            pairs[f"{name}, {what}"] = (got, lambda s=s, i=i: ops.attention_softmax_fwd(s, True)[i])
+        share = p.nan_to_num(0.5, 0.5, 0.5)
+        for what, more in (("d_s", None), ("d_s with lse", torch.randn(lse.shape))):
+            got = ops.attention_softmax_bwd(d, more, share)
+            pairs[f"{name}, {what}"] = (got, lambda d=d, m=more, p=share: ops.attention_softmax_bwd(d, m, p))
+    return pairs
+
+
 BEYOND = {
     f.__name__: f
-    for f in (adam, cross_entropy, embedding, gguf_linear, layer_norm, lora_linear, nf4, rms_norm, rope, swiglu)
+    for f in (
+        adam,
+        attention,
+        cross_entropy,
+        embedding,
+        gguf_linear,
+        layer_norm,
+        lora_linear,
+        nf4,
+        rms_norm,
+        rope,
+        swiglu,
+    )
 }
+
+
+def check_beyond(room: str, dtype: torch.dtype, device: support.Device) -> None:
+    """Raises AssertionError where a result is not the spec's."""
+    with device.use(), support.poisoned():
+        pairs = BEYOND[room](dtype)
+    for name, (got, want) in pairs.items():
+        with _contract.implementation("spec"):
+            expected = want()
+        torch.testing.assert_close(got, expected, equal_nan=True, msg=lambda m, n=name: f"{room}, {n}: {m}")

@@ -56,6 +56,15 @@ NUMBERS = {  # the numbers of the case must be wrong
             "a row at a time",
         ),
     ],
+    "attention_softmax": [
+        ("if (x > part.largest) part =", "if (x > part.largest && c > 900) part =", "beyond"),
+        ("all.largest == INFINITY ? NAN :", "", "beyond"),
+        ("all.sum == 0.0f ? 0.0f :", "", "beyond"),
+        ("lse[n] = all.largest + precise::log", "lse[n] = precise::log", "beyond"),
+        ("if (params.has_lse) sum -= d_lse[n];", "", "beyond"),
+        ("(float(upstream[c * params.stride]) - sum)", "float(upstream[c * params.stride])", "beyond"),
+        ("sum += float(upstream[c * params.stride])", "sum += float(upstream[c])", "beyond"),
+    ],
     "cross_entropy": [
         ("v == y ? exp_m1(log_p) : probability", "v == y ? -exp_m1(log_p) : probability", "odd sizes"),
         ("factor * part.sum;", "part.sum;", "several blocks of V"),
@@ -171,6 +180,11 @@ OUT_OF_BOUNDS = {  # AddressSanitizer must see it
     "attention_rows": [
         ("float(values[(begin + n) * p.v.row", "float(values[(begin + n + 1) * p.v.row", "head dims differ"),
     ],
+    "attention_softmax": [
+        ("c < params.S; c += threads) {\n      const float x", "c <= params.S; c += threads) {\n      const float x",
+         "beyond"),
+        ("if (params.has_lse && thread_index == 0)", "if (thread_index == 0)", "beyond"),
+    ],
     "cross_entropy": [
         ("v < p.V; v += threads) {\n      const float x", "v <= p.V; v += threads) {\n      const float x",
          "one row of two classes"),
@@ -217,6 +231,7 @@ ADDRESS_SPACES = {  # the lint must refuse it
     "attention_forward": [
         ("stage<T, BQ, DMAX>(q_tile, ", "stage<T, BQ, DMAX>(out, "),
     ],
+    "attention_softmax": [("threadgroup_sum(sum, sums, lane", "threadgroup_sum(sum, d_s, lane")],
     "nf4": [("device const float* absmax;", "threadgroup const float* absmax;")],
     "rms_norm": [("product = threadgroup_sum(product, products,", "product = threadgroup_sum(product, d_x,")],
     "rope": [("device const T* x, constant Heads& s", "threadgroup const T* x, constant Heads& s")],

@@ -13,11 +13,10 @@ import metal_emulator
 import pytest
 import support
 import torch
-from beyond_cases import BEYOND
+from beyond_cases import BEYOND, check_beyond
 from shaders_of_rooms import ROOM_OF
 
 import riftco.metal
-from riftco.kernels import _contract
 from riftco.kernels._check import inputs_of, loss_on, outputs_and_grads, to, within_budget
 
 ROOMS = {name: cases for name, cases in support.rooms().items() if importlib.util.find_spec(f"riftco.metal.{name}")}
@@ -25,6 +24,7 @@ SHADERS = list(ROOM_OF)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SEEDS = (0, 1, 2, 3, 4)
 WATCHED = 4  # launches of a kernel that a sanitizer replays in the default run
+MOST_GROUPS = 64  # of a replay, whose threads' stacks all live at once; the kernels stride over what is left
 DEVICE = next(d for d in support.DEVICES if d.name == "mps-emulated")
 pytestmark = pytest.mark.skipif(not DEVICE.available, reason=f"mps-emulated: {DEVICE.why_not}")
 
@@ -59,14 +59,8 @@ def test_what_no_case_reaches(room, dtype):
     """Beside the cases: as the spec, under every schedule."""
     for seed in SEEDS:
         torch.manual_seed(seed)
-        with metal_emulator.schedule(seed), DEVICE.use(), support.poisoned():
-            pairs = BEYOND[room](dtype)
-        for name, (got, want) in pairs.items():
-            with _contract.implementation("spec"):
-                expected = want()
-            torch.testing.assert_close(
-                got, expected, equal_nan=True, msg=lambda m, n=name, s=seed: f"{room}, {n}, seed {s}: {m}"
-            )
+        with metal_emulator.schedule(seed):
+            check_beyond(room, dtype, DEVICE)
 
 
 @pytest.fixture(scope="module", params=SHADERS)
@@ -97,11 +91,13 @@ def replay_all(jobs, sanitizer, at_most_threads, count):
     assert {j.kernel for j in watched} == {j.kernel for j in jobs}
     # the launches with most threads first, and among them those with more than one threadgroup and least work
     watched.sort(key=lambda j: (j.kernel, -j.threads, j.grid[0] == j.group[0], sum(len(a.data) for a in j.arguments)))
-    for _, same in itertools.groupby(watched, key=lambda j: j.kernel):
+    for kernel, same in itertools.groupby(watched, key=lambda j: j.kernel):
+        wrote = False
         for job in itertools.islice(same, count):
-            replay = job.replay(sanitizer, seed=2)
-            assert replay.status == 0, f"{job.kernel}\n{replay.report}"
-            assert replay.buffers != tuple(a.data for a in job.arguments), f"{job.kernel} wrote nothing"
+            replay = job.with_groups(min(job.grid[0] // job.group[0], MOST_GROUPS)).replay(sanitizer, seed=2)
+            assert replay.status == 0, f"{kernel}\n{replay.report}"
+            wrote |= replay.buffers != tuple(a.data for a in job.arguments)
+        assert wrote, f"{kernel} wrote nothing"  # a refused step of Adam alone does not
 
 
 @pytest.mark.parametrize("count", [WATCHED, pytest.param(None, marks=pytest.mark.slow, id="all")])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import spec
+from .masked_softmax import masked_softmax
 
 
 def attend(
@@ -27,16 +28,12 @@ def attend(
     s = spec.masked(s, see, bias)
     if sinks is not None:
         s = torch.cat([s, spec.sink_scores(sinks, s, cu_q)], -1)
-    dead = (s.detach() == -torch.inf).all(-1, keepdim=True)  # rows that see no key stay finite for autograd
-    s = s.masked_fill(dead, 0.0)
-    p = s.softmax(-1)[..., : k.shape[-3]].masked_fill(dead, 0.0)
+    p, lse = masked_softmax(s, return_lse)
+    p = p[..., : k.shape[-3]]
     if seed is not None:
         p = p * spec.keep_mask(p, seed, dropout_p)
     out = (p @ values).flatten(-4, -3).transpose(-3, -2)
-    if not return_lse:
-        return out.to(q.dtype).contiguous(), s.new_empty(0)
-    lse = s.logsumexp(-1).masked_fill(dead.squeeze(-1), -torch.inf)
-    return out.to(q.dtype).contiguous(), lse.flatten(-3, -2)
+    return out.to(q.dtype).contiguous(), lse.flatten(-3, -2) if return_lse else lse
 
 
 def _heads_first(t: Tensor, K: int) -> Tensor:
