@@ -6,76 +6,29 @@ import json
 import os
 import pathlib
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .lora import AdapterError, LoraSpec, adapted, apply_lora, layers_to_adapt
+from .. import nn
+from .lora import adapter_parameters, apply_lora, tied_copies
+from .peft_config import CONFIG, peft_config, read_spec
+from .plan import PREFIX, Plan, plan_adapter
+from .spec import AdapterError, LoraSpec
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 NOTE = "riftco.json"  # beside PEFT's files, which have no place for it
-PREFIX = "base_model.model."
-# Settings that change the arithmetic and are not supported: refused unless they hold the value that means "off".
-UNSUPPORTED: dict[str, tuple] = {
-    "bias": ("none", None),
-    "lora_bias": (False, None),
-    "modules_to_save": (None, []),
-    "trainable_token_indices": (None, [], {}),
-    "fan_in_fan_out": (False, None),
-    "layers_to_transform": (None, []),
-    "layer_replication": (None, []),
-    "exclude_modules": (None, []),
-    "target_parameters": (None, []),
-    "megatron_config": (None, {}),
-    "alora_invocation_tokens": (None, []),
-    "use_qalora": (False, None),
-    "use_bdlora": (False, None),
-    "arrow_config": (None, {}),
-}
+BASE = ".base_layer.weight"  # PEFT saves an adapted embedding's frozen weight, too
 
 
 def adapter_state(model: torch.nn.Module) -> dict[str, Tensor]:
-    """PEFT's key -> tensor (contiguous, on the CPU) of every adapted layer."""
-    state = {key: p.detach().to("cpu").contiguous() for key, p in _parameters(model).items()}
+    """PEFT's key -> tensor (contiguous, on the CPU) of everything that the adapter holds."""
+    state = {key: p.detach().to("cpu").contiguous() for key, p in adapter_parameters(model).items()}
     if not state:
         raise AdapterError("the model carries no adapter; call apply_lora first")
-    return state
-
-
-def _parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """PEFT's key -> parameter of every adapted layer: its own names, as LoRALinear carries PEFT's."""
-    return {
-        f"{PREFIX}{name}.{part}": p
-        for name, layer in adapted(model).items()
-        for part, p in layer.named_parameters()
-        if part.startswith("lora_")
-    }
-
-
-def peft_config(spec: LoraSpec, base: str) -> dict[str, Any]:
-    """adapter_config.json as PEFT reads it."""
-    targets = spec.target_modules if isinstance(spec.target_modules, str) else sorted(spec.target_modules)
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": spec.rank,
-        "lora_alpha": spec.alpha,
-        "lora_dropout": spec.dropout,
-        "target_modules": targets,
-        "rank_pattern": dict(spec.rank_pattern),
-        "alpha_pattern": dict(spec.alpha_pattern),
-        "use_rslora": spec.use_rslora,
-        "use_dora": spec.use_dora,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "inference_mode": True,
-        "modules_to_save": None,
-    }
+    return state | {key: t.detach().to("cpu").contiguous().clone() for key, t in tied_copies(model).items()}
 
 
 def save_adapter(
@@ -121,44 +74,38 @@ def base_weights_of(folder: str | os.PathLike) -> str | None:
         raise AdapterError(f"{note} is damaged; delete it, or give the weights by hand") from None
 
 
-def read_spec(folder: str | os.PathLike) -> LoraSpec:
-    """The LoraSpec of a PEFT folder; what riftco cannot honour is refused by name."""
-    where = pathlib.Path(folder)
-    if not (where / CONFIG).is_file():
-        raise AdapterError(f"{where} is no adapter folder: it has no {CONFIG}")
-    try:
-        config = json.loads((where / CONFIG).read_text())
-    except ValueError as bad:
-        raise AdapterError(f"{where / CONFIG} is not valid JSON: {bad}") from None
-    if not isinstance(config, dict):
-        raise AdapterError(f"{where / CONFIG} must hold a JSON object; got {type(config).__name__}")
-    if config.get("peft_type") != "LORA":
-        raise AdapterError(f"{where / CONFIG}: peft_type {config.get('peft_type')!r} is not supported; accepted: LORA")
-    for key, off in UNSUPPORTED.items():
-        if config.get(key) not in off:
-            raise AdapterError(f"{where / CONFIG}: {key}={config[key]!r} is not supported")
-    if missing := [k for k in ("r", "lora_alpha", "target_modules") if config.get(k) is None]:
-        raise AdapterError(f"{where / CONFIG} lacks {', '.join(missing)}")
-    targets = config["target_modules"]
-    return LoraSpec(
-        rank=config["r"],
-        alpha=config["lora_alpha"],
-        target_modules=tuple(targets) if isinstance(targets, list) else targets,
-        dropout=config.get("lora_dropout") or 0.0,
-        use_rslora=bool(config.get("use_rslora")),
-        use_dora=bool(config.get("use_dora")),
-        rank_pattern=config.get("rank_pattern") or {},
-        alpha_pattern=config.get("alpha_pattern") or {},
-    )
-
-
 def load_adapter_state(model: torch.nn.Module, state: Mapping[str, Tensor], source: str) -> None:
     """Copy PEFT-keyed tensors into an adapted model: every tensor must be used, and every layer must be served."""
-    want = _parameters(model)
-    _check(state, {k: tuple(p.shape) for k, p in want.items()}, source)
+    want, copies = adapter_parameters(model), tied_copies(model)
+    state = _without_bases(model, state, source)
+    _check(state, {k: tuple(p.shape) for k, p in (want | copies).items()}, source)
     with torch.no_grad():
         for key, parameter in want.items():
             parameter.copy_(state[key])
+    for key, shared in tied_copies(model).items():
+        if not torch.equal(state[key].to(shared.device, shared.dtype), shared):
+            raise AdapterError(f"{source}: {key} differs from what the embedding has, which ensure_weight_tying shares")
+
+
+def _without_bases(model: torch.nn.Module, state: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    """The state without the frozen weights of embeddings (and head) that PEFT puts beside their adapters, which must
+    be the model's own."""
+    kept = dict(state)
+    for key in [k for k in state if k.startswith(PREFIX) and k.endswith(BASE)]:
+        name = key.removeprefix(PREFIX).removesuffix(BASE)
+        try:
+            own = getattr(model.get_submodule(name), "base_layer", model.get_submodule(name)).weight
+        except AttributeError:
+            continue  # no such module: left for the check of names
+        if not isinstance(own, Tensor):
+            continue
+        stored = kept.pop(key)
+        coarse = min(own.dtype, stored.dtype, key=lambda d: d.itemsize)
+        if stored.shape != own.shape or not torch.equal(stored.to(coarse), own.detach().to("cpu", coarse)):
+            raise AdapterError(
+                f"{source}: {key} is not this model's weight; load the base that the adapter was trained over"
+            )
+    return kept
 
 
 def _check(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
@@ -184,14 +131,42 @@ def load_adapter(model: torch.nn.Module, folder: str | os.PathLike) -> LoraSpec:
         state = load_file(file)
     except SafetensorError as bad:
         raise AdapterError(f"{file} cannot be read: {bad}") from None
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, layer in layers_to_adapt(model, spec).items():
-        rank = spec.rank_of(name)
-        shapes[f"{PREFIX}{name}.lora_A.weight"] = (rank, layer.in_features)
-        shapes[f"{PREFIX}{name}.lora_B.weight"] = (layer.out_features, rank)
-        if spec.use_dora:
-            shapes[f"{PREFIX}{name}.lora_magnitude_vector"] = (layer.out_features,)
-    _check(state, shapes, str(file))
+    plan = plan_adapter(model, spec)
+    _check(_without_bases(model, state, str(file)), _shapes(model, plan, spec), str(file))
     apply_lora(model, spec)
     load_adapter_state(model, state, str(file))
     return spec
+
+
+def _shapes(model: torch.nn.Module, plan: Plan, spec: LoraSpec) -> dict[str, tuple[int, ...]]:
+    """PEFT's key -> shape of everything that the adapter of `plan` will hold."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, layer in plan.layers.items():
+        rank = spec.rank_of(name)
+        if isinstance(layer, torch.nn.Embedding):
+            V, C = layer.weight.shape
+            shapes |= {f"{name}.lora_embedding_A": (rank, V), f"{name}.lora_embedding_B": (C, rank)}
+            length = C
+        else:
+            assert isinstance(layer, (torch.nn.Linear, nn.NF4Linear, nn.GGUFLinear))
+            length = layer.out_features
+            shapes |= {f"{name}.lora_A.weight": (rank, layer.in_features), f"{name}.lora_B.weight": (length, rank)}
+        if spec.use_dora:
+            shapes[f"{name}.lora_magnitude_vector"] = (length,)
+    for head, owner in plan.tied_lora.items():
+        rank, (V, C) = spec.rank_of(owner), _weight(model, owner).shape
+        shapes |= {f"{head}.lora_A.weight": (rank, C), f"{head}.lora_B.weight": (V, rank)}
+    for name, ids in plan.tokens.items():
+        shapes[f"{name}.token_adapter.trainable_tokens_delta"] = (len(ids), _weight(model, name).shape[1])
+    for module in (*plan.saved, *plan.tied_saved):
+        shapes |= {f"{module}.{n}": tuple(p.shape) for n, p in model.get_submodule(module).named_parameters()}
+    if spec.bias != "none":
+        for name, module in model.named_modules():
+            bias = getattr(module, "bias", None)
+            if isinstance(bias, Tensor) and (name in plan.layers or spec.bias == "all"):
+                shapes[f"{name}.base_layer.bias" if name in plan.layers else f"{name}.bias"] = tuple(bias.shape)
+    return {f"{PREFIX}{name}": shape for name, shape in shapes.items()}
+
+
+def _weight(model: torch.nn.Module, name: str) -> Tensor:
+    return model.get_parameter(f"{name}.weight")

@@ -24,8 +24,28 @@ def finetune(
     alpha: Annotated[float | None, Opt("--alpha", help="The adapter is scaled by alpha / rank [32].")] = None,
     dropout: Annotated[float | None, Opt("--dropout", help="Dropout of the adapter's input [0].")] = None,
     target_modules: Annotated[
-        str | None, Opt("--target-modules", help="all-linear (default), or names joined by commas.")
+        str | None,
+        Opt(
+            "--target-modules",
+            help="all-linear (default), names joined by commas (embed_tokens and lm_head too), or an expression.",
+        ),
     ] = None,
+    exclude_modules: Annotated[
+        str | None, Opt("--exclude-modules", help="Names or an expression that are left out.")
+    ] = None,
+    dora: Annotated[bool | None, Opt("--dora", help="Learn each output feature's length apart (DoRA).")] = None,
+    rslora: Annotated[bool | None, Opt("--rslora", help="Scale by alpha / sqrt(rank).")] = None,
+    rank_pattern: Annotated[
+        str | None, Opt("--rank-pattern", help="Ranks that differ: q_proj=4,layers.0.mlp.up_proj=32.")
+    ] = None,
+    alpha_pattern: Annotated[str | None, Opt("--alpha-pattern", help="Alphas that differ, likewise.")] = None,
+    modules_to_save: Annotated[
+        str | None, Opt("--modules-to-save", help="Modules trained whole beside the adapter: lm_head,norm.")
+    ] = None,
+    train_tokens: Annotated[
+        str | None, Opt("--train-tokens", help="Rows of the embedding to train: 5,7,100-110.")
+    ] = None,
+    bias: Annotated[str | None, Opt("--bias", help="Biases to train: none (default), all or lora_only.")] = None,
     lr: Annotated[float | None, Opt("--lr", help="Highest learning rate [2e-4; full: 2e-5].")] = None,
     schedule: Annotated[str | None, Opt("--schedule", help="constant, linear (default), cosine or wsd.")] = None,
     warmup: Annotated[int | None, Opt("--warmup", help="Steps of linear warm-up [5].")] = None,

@@ -4,7 +4,7 @@ from ..kernels.attention.module import Attention
 from ..kernels.attention.multihead import MultiheadAttention
 from ..kernels.cached_attention.module import CachedAttention
 from ..kernels.cross_entropy.module import CrossEntropyLoss, LigerCrossEntropyLoss
-from ..kernels.embedding.module import Embedding
+from ..kernels.embedding.module import Embedding, LoRAEmbedding, TokensHead, TrainableTokens
 from ..kernels.gguf_linear.module import GGUFLinear
 from ..kernels.layer_norm.module import LayerNorm
 from ..kernels.linear_cross_entropy.module import (
@@ -12,7 +12,7 @@ from ..kernels.linear_cross_entropy.module import (
     LinearCrossEntropy,
     LinearCrossEntropyLoss,
 )
-from ..kernels.lora_linear.module import LoRALinear, linear_group
+from ..kernels.lora_linear.module import LoRALinear, TiedLoRALinear, linear_group
 from ..kernels.nf4.module import NF4Linear
 from ..kernels.rms_norm.module import RMSNorm
 from ..kernels.rope.module import RotaryEmbedding
@@ -29,11 +29,15 @@ __all__ = [
     "LigerFusedLinearCrossEntropyLoss",
     "LinearCrossEntropy",
     "LinearCrossEntropyLoss",
+    "LoRAEmbedding",
     "LoRALinear",
     "MultiheadAttention",
     "NF4Linear",
     "RMSNorm",
     "RotaryEmbedding",
     "SwiGLU",
+    "TiedLoRALinear",
+    "TokensHead",
+    "TrainableTokens",
     "linear_group",
 ]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
 
+from ..adapters import AdapterError, LoraSpec
 from ..models.decoder import ATTENTION
 from .schedule import KINDS
 
@@ -58,6 +60,14 @@ class FinetuneConfig:
     alpha: float = 32.0
     dropout: float = 0.0
     target_modules: str = "all-linear"
+    exclude_modules: str = ""
+    dora: bool = False
+    rslora: bool = False
+    rank_pattern: str = ""
+    alpha_pattern: str = ""
+    modules_to_save: str = ""
+    train_tokens: str = ""
+    bias: str = "none"
     lr: float | None = None
     schedule: str = "linear"
     warmup: int = 5
@@ -112,6 +122,7 @@ class FinetuneConfig:
             raise ConfigError(f"--seed must fit in 64 bits; got {self.seed}")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"--dropout must be in [0, 1); got {self.dropout}")
+        self.lora_spec()
         if not 0 <= self.eval_split < 1:
             raise ConfigError(f"--eval-split must be in [0, 1); got {self.eval_split}")
         if not 0 <= self.weight_decay < math.inf:
@@ -136,6 +147,27 @@ class FinetuneConfig:
     @property
     def rate(self) -> float:
         return DEFAULT_LR[self.method] if self.lr is None else self.lr
+
+    def lora_spec(self) -> LoraSpec:
+        """The adapter that is asked for; names, or where the text is none a regular expression."""
+        excluded = _names_or_expression(self.exclude_modules)
+        try:
+            return LoraSpec(
+                rank=self.rank,
+                alpha=self.alpha,
+                target_modules=_names_or_expression(self.target_modules),
+                dropout=self.dropout,
+                use_rslora=self.rslora,
+                use_dora=self.dora,
+                rank_pattern=_pattern("rank_pattern", self.rank_pattern, int),
+                alpha_pattern=_pattern("alpha_pattern", self.alpha_pattern, float),
+                exclude_modules=excluded,
+                modules_to_save=_items(self.modules_to_save),
+                trainable_token_indices=_token_ids(self.train_tokens),
+                bias=self.bias,
+            )
+        except AdapterError as bad:
+            raise ConfigError(f"the adapter's settings: {bad}") from None
 
     @property
     def moments(self) -> str:
@@ -202,6 +234,42 @@ def pick_device(name: str) -> torch.device:
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def _items(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _names_or_expression(text: str) -> str | tuple[str, ...]:
+    """Names joined by commas; "all-linear", or anything that no names are made of, is PEFT's text: an expression."""
+    if text == "all-linear" or not re.fullmatch(r"[\w.,\s]*", text):
+        return text
+    return _items(text)
+
+
+def _pattern(name: str, text: str, kind: type) -> dict[str, Any]:
+    """ "q_proj=4,mlp.up_proj=8" as a mapping."""
+    made = {}
+    for part in _items(text):
+        key, _, value = part.rpartition("=")
+        try:
+            made[key] = kind(value)
+        except ValueError:
+            key = ""
+        if not key:
+            raise ConfigError(f"{_flag(name)} must be NAME=NUMBER joined by commas; got {part!r}")
+    return made
+
+
+def _token_ids(text: str) -> tuple[int, ...]:
+    """ "5,7,100-110": ids, and ranges with both ends."""
+    made: list[int] = []
+    for part in _items(text):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and (not last.isdecimal() or int(last) < int(first))):
+            raise ConfigError(f"--train-tokens must be token ids or ranges joined by commas; got {part!r}")
+        made += range(int(first), int(last or first) + 1)
+    return tuple(made)
 
 
 def _choice(flag: str, value: str, accepted: tuple[str, ...]) -> None:

@@ -21,9 +21,10 @@ import torch
 from safetensors.torch import load_file
 
 from .. import __version__
-from ..adapters import LoraSpec, apply_lora, load_adapter
+from ..adapters import LoraSpec, apply_lora, load_adapter, shared_where_tied
 from ..data import DataError, Dataset, Example, Loader, StreamLoader, TokenLoader, load_examples, load_tokens
 from ..data.tokens import SUFFIXES
+from ..functional import describe_head
 from ..models import Decoder, Tokenizer, base_digest, load_model, load_tokenizer
 from ..models.config import DecoderConfig
 from ..models.load import open_source
@@ -289,13 +290,16 @@ def _model(config: FinetuneConfig, device: torch.device, saved) -> tuple[Decoder
         if saved is not None:
             model.load_state_dict(load_file(saved.folder / FULL_WEIGHTS), strict=False)
         return model, None
-    targets = config.target_modules
-    names: str | tuple[str, ...] = targets if targets == "all-linear" else tuple(targets.split(","))
-    spec = LoraSpec(rank=config.rank, alpha=config.alpha, target_modules=names, dropout=config.dropout)
+    spec = config.lora_spec()
     if saved is not None:
         spec = load_adapter(model, saved.folder)
     else:
+        spec = shared_where_tied(model, spec)
         apply_lora(model, spec, seed=config.seed)
+    try:
+        describe_head(model.lm_head)
+    except ValueError as refused:
+        raise ConfigError(f"--target-modules: {refused}") from None
     return model, spec
 
 

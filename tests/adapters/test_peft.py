@@ -131,7 +131,7 @@ def test_refusals(tmp_path):
     save_adapter(model, spec, tmp_path)
     assert sorted(f.name for f in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     config = json.loads((tmp_path / "adapter_config.json").read_text())
-    for key, value in (("use_qalora", True), ("modules_to_save", ["lm_head"]), ("peft_type", "IA3"), ("bias", "all")):
+    for key, value in (("use_qalora", True), ("lora_bias", True), ("peft_type", "IA3"), ("bias", "some")):
         (tmp_path / "adapter_config.json").write_text(json.dumps({**config, key: value}))
         with pytest.raises(AdapterError, match=key):
             load_adapter(base(), tmp_path)

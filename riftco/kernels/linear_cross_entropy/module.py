@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..lora_linear.module import LoRALinear
+from ..embedding.module import TokensHead
+from ..lora_linear.module import LoRALinear, TiedLoRALinear
 from ..nf4.module import NF4Linear
 from ..nf4.weight import NF4Weight
 from .op import linear_cross_entropy
@@ -116,26 +117,30 @@ class Head(NamedTuple):
 
 
 def describe_head(head: nn.Module) -> Head:
-    """What linear_cross_entropy needs of `head`: a Linear, an NF4Linear, or either under a LoRALinear.
+    """What linear_cross_entropy needs of `head`: a Linear, an NF4Linear, either under a LoRALinear, or a tied head
+    under a TiedLoRALinear or a TokensHead.
 
     Raises:
         ValueError: anything else, hooks on the head, DoRA, dropout in training: slices of such a head would not be it.
     """
     kind = type(head)
-    if kind not in (nn.Linear, NF4Linear, LoRALinear):
+    if kind not in (nn.Linear, NF4Linear, LoRALinear, TiedLoRALinear, TokensHead):
         raise ValueError(
             f"the head must be a torch.nn.Linear, riftco.nn.NF4Linear or riftco.nn.LoRALinear, so that its rows can be "
             f"taken in slices; got {kind.__name__}"
         )
     if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:
         raise ValueError(f"the head {kind.__name__} has hooks, which a sliced loss would not call; remove them")
-    if not isinstance(head, LoRALinear):
-        return Head(head.weight, head.bias, None)  # type: ignore[arg-type]
-    if head.dropout and head.training:
+    if isinstance(head, (nn.Linear, NF4Linear)):
+        return Head(head.weight, head.bias, None)
+    if isinstance(head, (LoRALinear, TiedLoRALinear)) and head.dropout and head.training:
         raise ValueError("the head's adapter has dropout, which a sliced loss does not apply; set it to 0 for the head")
+    assert isinstance(head, (LoRALinear, TiedLoRALinear, TokensHead))
+    base = describe_head(head.base_layer)
+    if not isinstance(head, LoRALinear):
+        return base._replace(lora=head.adapter())
     if head.use_dora:
         raise ValueError("the head's adapter is a DoRA, which a sliced loss does not apply; adapt the head with LoRA")
-    base = describe_head(head.base_layer)
     a, b = (describe_head(part).weight for part in (head.lora_A, head.lora_B))
     assert isinstance(a, Tensor) and isinstance(b, Tensor)
     return base._replace(lora=(a, b, head.scale))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ..embedding.module import LoRAEmbedding
 from ..gguf_linear.module import GGUFLinear
 from ..nf4.module import NF4Linear
 from .check import MAX_RANK
@@ -96,6 +97,49 @@ class LoRALinear(nn.Module):
         return (
             f"rank={self.rank}, alpha={self.alpha}, dropout={self.dropout}, use_rslora={self.use_rslora}, "
             f"use_dora={self.use_dora}"
+        )
+
+
+class TiedLoRALinear(nn.Module):
+    """The head of a tied model whose embedding carries a LoRAEmbedding: the same adapter, the other way round.
+
+    y = base(x) + scale * dropout(x) B A, with the embedding's A [R, V] and B [C, R], which stay its own and get both
+    gradients. `base` is the frozen head over the shared weight.
+    """
+
+    def __init__(self, base: nn.Linear, embedding: LoRAEmbedding):
+        super().__init__()
+        if embedding.use_dora:
+            raise ValueError("TiedLoRALinear: a DoRA cannot be shared: rows and columns have magnitudes of their own")
+        self.base_layer = base.requires_grad_(False)
+        self._owner = (embedding,)  # in a tuple: no submodule, so that the adapter is counted and saved once
+
+    @property
+    def embedding(self) -> LoRAEmbedding:
+        return self._owner[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.base_layer.in_features
+
+    @property
+    def out_features(self) -> int:
+        return self.base_layer.out_features
+
+    @property
+    def dropout(self) -> float:
+        return self.embedding.dropout
+
+    def adapter(self) -> tuple[Tensor, Tensor, float]:
+        """(A, B, scale) as LoRALinear's: views of the embedding's."""
+        owner = self.embedding
+        return owner.lora_embedding_B.t(), owner.lora_embedding_A.t(), owner.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, scale = self.adapter()
+        base = self.base_layer
+        return lora_linear(
+            x, base.weight, a, b, scale=scale, bias=base.bias, dropout_p=self.dropout, training=self.training
         )
 
 
