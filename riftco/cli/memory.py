@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -29,20 +29,50 @@ def memory(
     ] = "disabled",
     attention: Annotated[str, Opt("--attention", help="flash or materialized.")] = "flash",
     optimizer_state: Annotated[str, Opt("--optimizer-state", help="auto, contiguous, paged or paged-8bit.")] = "auto",
+    predict: Annotated[
+        bool, Opt("--predict", help="Predict the peak from the config, for any --device; nothing is run or allocated.")
+    ] = False,
+    budget: Annotated[
+        str | None, Opt("--budget", help="With a size such as 24GiB: predict, and say what fits in it.")
+    ] = None,
+    batch_tokens: Annotated[
+        int | None,
+        Opt("--batch-tokens", help="To predict: as in riftco finetune, for --tokens, --batch."),
+    ] = None,
+    max_length: Annotated[int | None, Opt("--max-length", help="To predict: as in riftco finetune.")] = None,
+    accumulate: Annotated[int | None, Opt("--accumulate", help="To predict: as in riftco finetune.")] = None,
+    target_modules: Annotated[str | None, Opt("--target-modules", help="To predict: as in riftco finetune.")] = None,
+    dora: Annotated[bool | None, Opt("--dora", help="To predict: as in riftco finetune.")] = None,
+    modules_to_save: Annotated[str | None, Opt("--modules-to-save", help="To predict: as in riftco finetune.")] = None,
     device: options.Device = "auto",
     log_json: options.LogJson = False,
     debug: options.Debug = False,
 ) -> None:
-    """Where one training step's memory goes: the largest tensors at its peak, their sources and owners.
+    """Where one training step's memory goes: the largest tensors at its peak, their sources and owners; or, with
+    --predict or --budget, what its peak will be.
 
     Example: riftco memory --model model.gguf --method lora --tokens 2048 --top 20
+
+    Example: riftco memory --model config.json --batch-tokens 8192 --device cuda --budget 24GiB
     """
+    from ..memory.budget import forecast
     from ..memory.step import memory_of
 
-    report = memory_of(
-        model, method=method, tokens=tokens, batch=batch, rank=rank, top=top, device=device, dtype=dtype,
-        activation_checkpointing=activation_checkpointing, attention=attention, optimizer_state=optimizer_state,
-    )  # fmt: skip
+    shared: dict[str, Any] = {
+        "method": method, "rank": rank, "dtype": dtype, "activation_checkpointing": activation_checkpointing,
+        "attention": attention, "optimizer_state": optimizer_state,
+    }  # fmt: skip
+    asked = {
+        "batch_tokens": batch_tokens, "max_length": max_length, "accumulate": accumulate,
+        "target_modules": target_modules, "dora": dora, "modules_to_save": modules_to_save,
+    }  # fmt: skip
+    report: Any
+    if predict or budget is not None:
+        report = forecast(model, shared | asked, tokens=tokens, batch=batch, budget=budget, device=device)
+    else:
+        if given := [f"--{name.replace('_', '-')}" for name, value in asked.items() if value is not None]:
+            raise ValueError(f"{given[0]} belongs to a prediction: add --predict, or leave it out")
+        report = memory_of(model, tokens=tokens, batch=batch, top=top, device=device, **shared)
     if log_json:
         typer.echo(json.dumps(report.asdict()))
     else:

@@ -61,12 +61,12 @@ def recomputed(h: Tensor) -> Iterator[None]:
     if again is None or made.output_nr != 0:
         raise ValueError(f"recomputed: h must come from swiglu, geglu, rms_norm or layer_norm; it comes from {node}")
     # the hooks outlive the block with the graph, so that they must not hold the tensor itself
-    at, dtype, device = made.untyped_storage().data_ptr(), made.dtype, made.device
+    at, dtype, device = made.untyped_storage()._cdata, made.dtype, made.device
     del h, made
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
     def pack(t: Tensor) -> Any:
-        if t.device == device and t.dtype == dtype and t.untyped_storage().data_ptr() == at:
+        if t.device == device and t.dtype == dtype and t.untyped_storage()._cdata == at:
             return _Place(t.shape, t.stride(), int(t.storage_offset()))
         return t if outer is None else _Packed(outer[0](t))
 

@@ -72,11 +72,11 @@ class _Operators(TorchDispatchMode):
         kwargs = kwargs or {}
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         sources = [self.trace._find(t) for t in tensors]
-        if func.namespace == "riftco" and tensors:
+        if func.namespace == "riftco" and tensors and self.trace._opens(func):
             with self:  # the op's launcher runs below: its own buffers are seen
-                out = _contract.run(func, tensors[0].device.type, *args, **kwargs)
+                out = self.trace._launched(func, tensors[0].device.type, args, kwargs)
         else:
-            out = func(*args, **kwargs)
+            out = self.trace._called(func, args, kwargs)
         self.trace._born(func, out, [s for s in sources if s is not None])
         return out
 
@@ -100,8 +100,8 @@ class MemoryTrace:
         self.storages: list[Storage] = []
         self.known: dict[int, Storage] = {}
         self.clock = 0
-        self.bytes = self.peak = 0
-        self.peak_at, self.peak_phase = 0, "step"
+        self.bytes = 0
+        self.peaks: dict[str, tuple[int, int]] = {"step": (0, 0)}  # phase -> most bytes, and when
         self._phase = "step"
         self._modules: list[str] = []
         self._names = {id(m): name for name, m in model.named_modules()} if model is not None else {}
@@ -128,15 +128,22 @@ class MemoryTrace:
     def phase(self, name: str) -> Iterator[None]:
         """Name a part of the step."""
         before, self._phase = self._phase, name
+        self._look()
         try:
             yield
         finally:
             self._phase = before
             self._label_model()
 
-    def report(self, top: int = 20, allocator_bytes: int | None = None) -> MemoryReport:
-        at = self.peak_at
-        alive = sorted((s for s in self.storages if s.alive(at)), key=lambda s: -s.nbytes)
+    @property
+    def peak(self) -> int:
+        return max(nbytes for nbytes, _ in self.peaks.values())
+
+    def report(self, top: int = 20, allocator_bytes: int | None = None, *, phase: str | None = None) -> MemoryReport:
+        """What is alive at the peak: of the whole trace, or of one phase."""
+        phase = phase or max(self.peaks, key=lambda name: self.peaks[name][0])
+        peak, at = self.peaks[phase]
+        alive = sorted(self.alive(phase), key=lambda s: -s.nbytes)
         leaves = [s for s in alive if s.op == "leaf"]
         kinds = dict.fromkeys(KINDS, 0)
         saved: dict[str, int] = {}
@@ -145,8 +152,8 @@ class MemoryTrace:
             for line in s.saved(at) if s.op != "leaf" else ():
                 saved[line] = saved.get(line, 0) + s.nbytes
         return MemoryReport(
-            peak_bytes=self.peak,
-            phase=self.peak_phase,
+            peak_bytes=peak,
+            phase=phase,
             count=len(alive),
             kinds={k: n for k, n in kinds.items() if n},
             tensors=tuple(_row(s, at) for s in alive[:top]),
@@ -157,11 +164,32 @@ class MemoryTrace:
             allocator_bytes=allocator_bytes,
         )
 
+    def alive(self, phase: str) -> list[Storage]:
+        """What is alive at the peak of a phase."""
+        return [s for s in self.storages if s.alive(self.peaks[phase][1])]
+
+    # ---- how operators run
+
+    def _called(self, func, args, kwargs):
+        return func(*args, **kwargs)
+
+    def _opens(self, func) -> bool:
+        """Whether to look inside of one of riftco's own operators."""
+        return True
+
+    def _launched(self, func, device: str, args, kwargs):
+        """One of riftco's own operators, below the dispatcher."""
+        return _contract.run(func, device, *args, **kwargs)
+
+    def _counts(self, t: Tensor) -> bool:
+        """Whether the tensor has a storage to account for."""
+        return t.layout == torch.strided and t.device.type != "meta" and type(t) in (Tensor, torch.nn.Parameter)
+
     # ---- what torch tells
 
     def _born(self, func, out, sources: list[Storage]) -> None:
         for t in tree_leaves(out):
-            if not isinstance(t, Tensor) or not _has_storage(t) or t.untyped_storage()._cdata in self.known:
+            if not isinstance(t, Tensor) or not self._counts(t) or t.untyped_storage()._cdata in self.known:
                 continue
             node = torch._C._current_autograd_node()
             op = str(func).removesuffix(".default")
@@ -200,7 +228,7 @@ class MemoryTrace:
 
     def _find(self, t: Tensor) -> Storage | None:
         """The tensor's storage; one that was not seen before existed before the trace."""
-        if not _has_storage(t):
+        if not self._counts(t):
             return None
         found = self.known.get(t.untyped_storage()._cdata)
         return found or self._add(t, "leaf", "", "", ())
@@ -216,11 +244,14 @@ class MemoryTrace:
         self.known[key] = record
         self.storages.append(record)
         self.bytes += nbytes
-        if op == "leaf":
-            self.peak += nbytes  # it was there at the peak, too
-        elif self.bytes > self.peak:
-            self.peak, self.peak_at, self.peak_phase = self.bytes, self.clock, self._phase
+        if op == "leaf":  # it was there at every peak, too
+            self.peaks = {name: (most + nbytes, at) for name, (most, at) in self.peaks.items()}
+        self._look()
         return record
+
+    def _look(self) -> None:
+        if self.bytes > self.peaks.get(self._phase, (-1, 0))[0]:
+            self.peaks[self._phase] = self.bytes, self.clock
 
     def _died(self, key: int, record: Storage) -> None:
         self.clock += 1
@@ -264,10 +295,6 @@ def place() -> str:
             return f"{name}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
-
-
-def _has_storage(t: Tensor) -> bool:
-    return t.layout == torch.strided and t.device.type != "meta" and type(t) in (Tensor, torch.nn.Parameter)
 
 
 def _kind(s: Storage, at: int) -> str:

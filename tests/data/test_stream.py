@@ -194,5 +194,6 @@ def test_five_gigabytes_stream_in_bounded_memory(tmp_path):
     finally:
         path.unlink()
     lines, start, grown = (int(n) for n in done.stdout.split())
+    print(f"{lines} lines; {start} KiB after the first micro-batch, {grown} KiB more at the end")
     assert lines > 120_000
     assert grown < 256 << 10, f"{grown} KiB more than the {start} KiB after the first micro-batch"

@@ -3,6 +3,7 @@
 Device-neutral; cuda.py, cpu.py, riftco/metal and riftco/tpu say how a slice of logits is turned into losses.
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -75,7 +76,7 @@ class Outputs:
 def forward(ce: Loss, *arguments) -> tuple[Tensor, ...]:
     """The op linear_cross_entropy_fwd; spec.forward says what it means."""
     p = Problem(*arguments)
-    with torch.autocast(p.x.device.type, enabled=False):
+    with _as_given(p.x):
         rows, head, slices = _prepare(ce, p)
         out = Outputs(rows, p)
         for where, xs in rows.over(slices):
@@ -90,7 +91,7 @@ def backward(ce: Loss, d_loss: Tensor | None, *arguments) -> tuple[Tensor, ...]:
     *rest, accum_dtype, needs = arguments
     p = Problem(*rest)
     need_x, need_weight, need_bias, need_a, need_b = needs
-    with torch.autocast(p.x.device.type, enabled=False):
+    with _as_given(p.x):
         rows, head, slices = _prepare(ce, p)
         out = Outputs(rows, p)
         upstream, restore = _tamed(p, d_loss)
@@ -131,6 +132,11 @@ def backward(ce: Loss, d_loss: Tensor | None, *arguments) -> tuple[Tensor, ...]:
             d_a.result(p.acc, restore),
             d_b.result(p.acc, p.lora_scale if restore is None else restore * p.lora_scale),
         )
+
+
+def _as_given(x: Tensor) -> contextlib.AbstractContextManager:
+    """No autocast inside; meta tensors, which tools run this on, have none."""
+    return contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def _prepare(ce: Loss, p: Problem) -> tuple[Rows, heads.Head, Plan]:
