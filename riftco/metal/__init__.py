@@ -31,6 +31,17 @@ PLAIN = {
     "lora_rescale_fwd": "DoRA alone asks for it: a factor for each feature",
 }
 
+# Operators of PyTorch's own that stand where one might look for a shader, and why. A test holds all that riftco calls
+# on Metal to PyTorch's list of what runs there.
+TORCH = {
+    "aten::addmm": "products of dense matrices are Apple's own, tuned for each GPU",
+    "aten::bmm": "products of dense matrices are Apple's own, tuned for each GPU",
+    "aten::constant_pad_nd": "padding, at the left too, is a copy through strides; no op of riftco pads",
+    "aten::gelu": "alone it is one pass over memory; gated units, whose pass is wider, have it in their shader",
+    "aten::gelu_backward": "as gelu",
+    "aten::mm": "products of dense matrices are Apple's own, tuned for each GPU",
+}
+
 _find_extension: Callable[[], pathlib.Path] | None = None
 
 

@@ -13,8 +13,10 @@ from riftco import nn
 from riftco.functional import linear_cross_entropy, quantize_nf4
 from riftco.kernels.linear_cross_entropy import cases, cpu, op, spec
 from riftco.kernels.linear_cross_entropy.problem import Problem
+from riftco.metal import linear_cross_entropy as on_metal
 
 DEVICES = support.device_params(("cpu", "cpu-triton", "mps-emulated", "cuda"))
+EMULATED = support.device_params(("mps-emulated",))
 
 
 def make(*shape, C=8, V=33, dtype=torch.float32, device="cpu"):
@@ -162,7 +164,7 @@ class Live(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize("module", [cpu, plain])
+@pytest.mark.parametrize("module", [cpu, plain, *(pytest.param(on_metal, marks=p.marks) for p in EMULATED)])
 def test_memory(module, dtype, needs):
     """At most slice_bytes, the gradients asked for and 100 bytes a row; the logits alone would be far more."""
     N, C, V, slice_bytes = 512, 16, 4000, 1 << 20

@@ -3,6 +3,7 @@
 import importlib
 import pathlib
 import platform
+import re
 import runpy
 import subprocess
 import sys
@@ -111,3 +112,14 @@ def test_what_has_no_shader_is_listed_with_its_reason():
     assert plain == set(riftco.metal.PLAIN)
     for name, reason in riftco.metal.PLAIN.items():
         assert reason in _contract.own(name, "mps").why
+
+
+def test_the_table_of_the_readme_names_every_shader():
+    """Its columns: what, shaders, launchers, tests."""
+    text = (ROOT / "csrc" / "README.md").read_text()
+    lines = text[text.index("| what | shader |") :].partition("\n\n")[0].splitlines()[2:]
+    table = [[set(re.findall(r"`([\w./]+)`", cell)) for cell in line.split("|")[2:5]] for line in lines]
+    assert set().union(*(r[0] for r in table)) == {f.stem for f in (ROOT / "csrc" / "metal").glob("*.metal")}
+    for _, launchers, tests in table:
+        assert launchers and all((ROOT / "riftco" / "metal" / n).exists() for n in launchers)
+        assert all((ROOT / "tests" / n).exists() for n in tests)

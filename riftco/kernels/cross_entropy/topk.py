@@ -86,7 +86,7 @@ def topk_cross_entropy(
     Returns:
         The loss: float32 (float64 for float64 logits); a scalar, or [...] for reduction "none".
 
-    Devices: cpu, cuda, xla. Deterministic. Memory: the gradient, made in the backward; O(rows k).
+    Devices: cpu, cuda (Triton), mps (Metal), xla. Deterministic. Memory: the gradient, made in the backward; O(rows k).
     """
     _check(logits, ids, weights, row_weight, reduction, denominator, impl)
     check_options("topk_cross_entropy", 0.0, 0.0, softcap, logit_scale)
