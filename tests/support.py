@@ -32,6 +32,9 @@ class Device:
     impl: str | None  # RIFTCO_IMPL under which its cases run
     probe: Callable[[], str]  # "" when it can run here, else why not
     loss: float | None = None  # in place of what loss_on() says of the device
+    around: Callable[[bool], contextlib.AbstractContextManager] = lambda warm: (
+        contextlib.nullcontext()
+    )  # checks how results came
 
     @functools.cached_property
     def why_not(self) -> str:
@@ -43,6 +46,13 @@ class Device:
 
     def use(self):
         return _contract.implementation(self.impl)
+
+    @contextlib.contextmanager
+    def using(self, warm: bool = False) -> Iterator[list | None]:
+        """What a case runs in. Where a list is yielded, it takes the results, and how they came is checked at the end;
+        warm: the case has run there before, with other values."""
+        with self.use(), self.around(warm) as results:
+            yield results
 
 
 def _triton() -> str:
@@ -66,12 +76,20 @@ def _xla() -> str:
     return ""
 
 
+@contextlib.contextmanager
+def _one_graph(warm: bool) -> Iterator[list]:
+    with importlib.import_module("xla_graph").recorded() as record:
+        yield record.results
+    assert not record.fallbacks, f"left to the CPU: {record.fallbacks}"
+    assert record.executions == 1 and record.compiles <= (0 if warm else 1), record
+
+
 DEVICES = (
     Device("cpu", "cpu", None, lambda: ""),
     Device("cpu-triton", "cpu", "triton", _triton),
     Device("mps-emulated", "cpu", "metal", _metal),
     Device("cuda", "cuda", None, lambda: "" if torch.cuda.is_available() else "no CUDA device"),
-    Device("xla", tpu.DEVICE_TYPE, None, _xla),
+    Device("xla", tpu.DEVICE_TYPE, None, _xla, around=_one_graph),
 )
 MARKS = {"cuda": pytest.mark.gpu, "xla": pytest.mark.xla}
 
@@ -101,8 +119,14 @@ def rooms() -> dict[str, object]:
 def check_case(cases, case: Case, dtype: torch.dtype, device: Device, seed: int = 0, spoil=None) -> None:
     """Run one case on one device against the spec in float64."""
     _check.check_case(
-        cases, case, dtype, device.torch_device, seed, loss=device.loss, using=device.use, spoil=spoil
+        cases, case, dtype, device.torch_device, seed, loss=device.loss, using=device.using, spoil=spoil
     )  # fmt: skip
+
+
+def run_again(cases, case: Case, dtype: torch.dtype, device: Device) -> None:
+    """Run a case that has run on the device before, with other values."""
+    inputs = _check.inputs_of(cases, case, dtype, seed=1)
+    _check.run_case(cases, case, dtype, device.torch_device, inputs, functools.partial(device.using, warm=True))
 
 
 @contextlib.contextmanager

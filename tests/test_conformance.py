@@ -22,6 +22,8 @@ def _params():
 def test_case(cases, case, device, dtype, record_property):
     record_property("device", device.name)
     support.check_case(cases, case, dtype, device)
+    if device.name == "xla" and dtype == torch.bfloat16:  # other values run through the graph that is there
+        support.run_again(cases, case, dtype, device)
 
 
 @pytest.mark.parametrize("room", list(ROOMS))

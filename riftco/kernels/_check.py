@@ -122,7 +122,8 @@ def check_case(
 
     Args:
         loss: in place of what `loss_on` says of the device.
-        using: the context in which the case runs, and its oracle does not.
+        using: the context in which the case runs, and its oracle does not; where it yields a list, that takes the
+            results, which are still on the device.
         spoil: changes each result before it is judged.
     """
     inputs = inputs_of(cases, case, dtype, seed)
@@ -130,10 +131,21 @@ def check_case(
     oracle, near = (
         outputs_and_grads(cases.reference, cases, case, to(inputs, t, "cpu")) for t in (torch.float64, torch.float32)
     )
-    with using(), poisoned():
-        got = outputs_and_grads(cases.call, cases, case, to(inputs, dtype, device))
+    got = {name: value.cpu() for name, value in run_case(cases, case, dtype, device, inputs, using).items()}
     if got.keys() != oracle.keys():
         raise OutOfBudget(f"outputs {sorted(got)}, not {sorted(oracle)}")
     for name in oracle:
         value, roundings = spoil(got[name]) if spoil else got[name], cases.ROUNDINGS.get(name, 0)
         within_budget(name, value, oracle[name], near[name], dtype, roundings, loss=loss or loss_on(device))
+
+
+def run_case(
+    cases, case: Case, dtype: torch.dtype, device: str, inputs: dict[str, Tensor],
+    using: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Outputs and gradients of a case, on the device."""
+    with using() as results, poisoned():
+        got = outputs_and_grads(cases.call, cases, case, to(inputs, dtype, device), device=device)
+        if results is not None:
+            results += got.values()
+    return got

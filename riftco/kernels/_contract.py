@@ -177,6 +177,17 @@ def _call(name: str, device: str, *args, **kwargs):
     return launcher(*args, **kwargs)
 
 
+def write(op: torch._ops.OpOverload, device: torch.device, *args) -> None:
+    """Call an op that writes into its arguments, which are on `device`.
+
+    XLA's tensors are values, which no operator can write into: there the launcher runs above PyTorch's dispatcher.
+    """
+    if device.type == "xla":
+        load(choose(op._schema.name.removeprefix("riftco::"), "xla", _dtype_of(args)).path)(*args)
+    else:
+        op(*args)
+
+
 def run(op: torch._ops.OpOverload, device: str, *args, **kwargs):
     """What `op` does on `device`, below the dispatcher: for tools that look inside of it."""
     return _call(op._schema.name.removeprefix("riftco::"), device, *args, **kwargs)

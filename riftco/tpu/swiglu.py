@@ -1,6 +1,6 @@
-"""Gated linear units for XLA: the spec, with exact GELU's left tail cut where Phi rounds to 0 in float32.
+"""Gated linear units for XLA: the spec, with GELU's left tail cut where its factor rounds to 0 in float32.
 
-XLA's erf stops one bit short of -1, and -60000 times that bit is not 0.
+XLA's erf and tanh may stop some bits short of -1, and -60000 times those bits is not 0.
 """
 
 import torch
@@ -26,4 +26,4 @@ def backward(
 
 
 def _cut(gate: Tensor, activation: str) -> Tensor:
-    return gate.clamp(min=TAIL) if activation == "gelu" and gate.dtype != torch.float64 else gate
+    return gate.clamp(min=TAIL) if activation != "silu" and gate.dtype != torch.float64 else gate

@@ -7,7 +7,6 @@ from .._cases import Case
 from . import spec
 from .op import adam_step
 
-DEVICES = ("cpu", "cpu-triton", "mps-emulated", "cuda")  # not proved on XLA: refused there by name
 GRADS: tuple[str, ...] = ()  # an update in place has no gradient of its own
 ROUNDINGS: dict[str, int] = {}
 NAMES = ("param", "exp_avg", "exp_avg_sq")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._contract import write
 from . import op, quantized
 from .pages import Passage, Pool
 
@@ -81,6 +82,8 @@ class Adam(torch.optim.Optimizer):
             for i, p in enumerate(group["params"]):
                 if p.dtype not in op.DTYPES:
                     raise ValueError(f"Adam: parameter {i} of the group must be floating; got {p.dtype}")
+                if p.device.type == "xla" and self.form != "contiguous":
+                    raise ValueError(f"Adam: state={self.form!r} has no kernel for xla; use state='contiguous'")
         except ValueError:
             self.param_groups.pop()
             raise
@@ -119,9 +122,9 @@ class Adam(torch.optim.Optimizer):
             count = [s["step"] for s in states]
             if self.form == "contiguous":
                 m, v = ([s[name] for s in states] for name in MOMENTS)
-                op.step(params, [p.grad for p in params], m, v, count, *options)
+                write(op.step, grads[0].device, params, [p.grad for p in params], m, v, count, *options)
             else:
-                op.advance(count, committed)
+                write(op.advance, grads[0].device, count, committed)
         if self.form != "contiguous":
             self._step_pages(updates, hosted)
         return norm, scale

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._contract import define, same_device
+from .._contract import define, same_device, write
 from . import spec
 
 HERE = "riftco.kernels.adam"
@@ -27,7 +27,7 @@ norm = define(
     "(Tensor[] grads, float? clip) -> (Tensor norm, Tensor clip_scale, Tensor committed)",
     fake=_fake_norm,
     spec=f"{HERE}.spec:norm",
-    launchers={"cuda": f"{HERE}.cuda:norm", "mps": "riftco.metal.adam:norm"},
+    launchers={"cuda": f"{HERE}.cuda:norm", "mps": "riftco.metal.adam:norm", "xla": "riftco.tpu.adam:norm"},
 )
 step = define(
     "adam_step",
@@ -36,14 +36,19 @@ step = define(
     " bool decoupled) -> ()",
     fake=_fake_step,
     spec=f"{HERE}.spec:step",
-    launchers={"cpu": f"{HERE}.cpu:step", "cuda": f"{HERE}.cuda:step", "mps": "riftco.metal.adam:step"},
+    launchers={
+        "cpu": f"{HERE}.cpu:step",
+        "cuda": f"{HERE}.cuda:step",
+        "mps": "riftco.metal.adam:step",
+        "xla": "riftco.tpu.adam:step",
+    },
 )
 advance = define(
     "adam_advance",
     "(Tensor(a!)[] steps, Tensor committed) -> ()",
     fake=_fake_step,
     spec=f"{HERE}.spec:advance",
-    launchers={"cuda": f"{HERE}.cuda:advance", "mps": f"{HERE}.spec:advance"},
+    launchers={"cuda": f"{HERE}.cuda:advance", "mps": f"{HERE}.spec:advance", "xla": "riftco.tpu.adam:advance"},
 )
 paged_step = define(
     "adam_paged_step",
@@ -100,7 +105,7 @@ def adam_step(
     Raises:
         ValueError: tensors or options that do not fit, each named.
 
-    Devices: cpu, cuda (Triton), mps (Metal). On XLA use torch.optim.AdamW.
+    Devices: cpu, cuda (Triton), mps (Metal), xla (plain torch).
     Numerics: float32, each parameter rounded once; the norm is taken in two passes and cannot overflow while it is
         representable. Deterministic, no host synchronisation.
     Source: Kingma & Ba 2015, algorithm 1; Loshchilov & Hutter 2019, algorithm 2.
@@ -110,17 +115,23 @@ def adam_step(
     check_options(lr, betas, eps, weight_decay, gradient_clip)
     if impl not in (None, "spec"):
         raise ValueError(f"adam_step: impl must be None or 'spec'; got {impl!r}")
-    norm_of, step_of = (spec.norm, spec.step) if impl == "spec" else (norm, step)
-    total, scale, committed = norm_of(g, gradient_clip)
+    total, scale, committed = (spec.norm if impl == "spec" else norm)(g, gradient_clip)
     rate = rate_tensor(lr, spec.accumulation_dtype(m), m[0].device)
-    step_of(p, g, m, v, t, committed, scale, rate, betas[0], betas[1], eps, weight_decay, decoupled)
+    args = (p, g, m, v, t, committed, scale, rate, betas[0], betas[1], eps, weight_decay, decoupled)
+    if impl == "spec":
+        spec.step(*args)
+    else:
+        write(step, m[0].device, *args)
     return total, scale
 
 
 def rate_tensor(lr: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The learning rate as a scalar beside the moments; a fill, not a copy, so that nothing waits."""
+    """The learning rate as a scalar beside the moments; a fill, not a copy, so that nothing waits. XLA would compile
+    the number into the graph, and another graph for the next one."""
     if isinstance(lr, Tensor):
         return lr.to(device, dtype).reshape(())
+    if device.type == "xla":
+        return torch.tensor(lr, dtype=dtype).to(device)
     return torch.full((), lr, dtype=dtype, device=device)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._contract import define, same_device
+from .._contract import write as write_into
 from . import spec
 
 HERE = "riftco.kernels.cached_attention"
@@ -28,7 +29,7 @@ write = define(
     launchers={
         "cuda": f"{HERE}.cuda:write",
         "mps": f"{HERE}.write:write",
-        "xla": f"{HERE}.write:write",
+        "xla": "riftco.tpu.cached_attention:write",
     },
 )
 
@@ -140,7 +141,7 @@ class Cache:
         to = self.layers[layer]
         _check_rows(to.k, rows, k, v)
         with torch.no_grad():
-            write(to.k, to.v, to.k_scale, to.v_scale, rows, k, v)
+            write_into(write, rows.device, to.k, to.v, to.k_scale, to.v_scale, rows, k, v)
 
     def dequantized(self, layer: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """All rows of a layer by slot [slots, W, K, D], as a copy: for tests and inspection."""

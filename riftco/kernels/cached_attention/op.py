@@ -44,7 +44,7 @@ fwd = define(
         "cpu": f"{HERE}.cpu:forward",
         "cuda": f"{HERE}.cuda:forward",
         "mps": "riftco.metal.cached_attention:forward",
-        "xla": f"{HERE}.spec:forward",
+        "xla": "riftco.tpu.cached_attention:forward",
     },
 )
 bwd = define(
@@ -57,7 +57,7 @@ bwd = define(
         "cpu": f"{HERE}.cpu:backward",
         "cuda": f"{HERE}.cuda:backward",
         "mps": "riftco.metal.cached_attention:backward",
-        "xla": f"{HERE}.spec:backward",
+        "xla": "riftco.tpu.cached_attention:backward",
     },
 )
 
@@ -122,7 +122,8 @@ def attention_with_cache(
         cu_seqlens_q: [R + 1] int32 or int64, from 0: run r is the query rows cu[r] to cu[r + 1]. Rows from cu[-1] on
             give exactly 0. None: every run has T // R rows, as in decoding.
         cu_seqlens_k: the same for k_new and v_new; default cu_seqlens_q.
-        max_seqlen_q: the longest run, where the host knows it: picks tiles, changes no meaning.
+        max_seqlen_q: the longest run, where the host knows it: picks tiles, changes no meaning. On xla runs are padded
+            to it, and rows of a longer one are NaN.
         scale: default D ** -0.5.
         window: (left, right) as flash-attn has it: a row at position p sees the positions >= p - left. Always causal,
             so right may be None or any number >= 0.
@@ -141,7 +142,8 @@ def attention_with_cache(
     Slots, positions and bounds stay on the device: no host synchronisation, fixed shapes can be captured in a CUDA
     graph. Positions beyond the window and pages that are not there read other rows of the cache, never foreign memory.
     Under autocast q, k_new, v_new are cast to its dtype, as PyTorch does.
-    Devices: cpu (blocked), cuda (Triton), mps (Metal), xla (plain torch, holds all scores).
+    Devices: cpu (blocked), cuda (Triton), mps (Metal), xla (composed of PyTorch's operations, a tile
+        of keys at a time).
     Numerics: float32 accumulation and softmax; cached rows are rounded once to q's dtype, P and dS once to 16 bit; in
     float16 dO is brought into range by a power of two a run and head, undone exactly. No atomics: equal between runs.
     With one to eight rows a run a result does not depend on the other runs of the call, bit for bit.
@@ -155,7 +157,8 @@ def attention_with_cache(
     rows = tuple(None if t is None else t.data for t in (of.k, of.v, of.k_scale, of.v_scale, cache.block_table))
     _check(q, k_new, v_new, rows, slots, positions, cu_seqlens_q, cu_seqlens_k, window, softcap, sinks, impl)
     if max_seqlen_q is None or cu_seqlens_q is None:
-        max_seqlen_q = -(-q.shape[0] // max(len(slots), 1))
+        padded = cu_seqlens_q is not None and q.device.type == "xla"
+        max_seqlen_q = q.shape[0] if padded else -(-q.shape[0] // max(len(slots), 1))
     places = (*rows, slots, positions, cu_seqlens_q, cu_seqlens_k)
     options = (scale, window[0], softcap, max_seqlen_q)
     args: tuple[Any, ...] = (q, k_new, v_new, *places, sinks, *options)

@@ -21,7 +21,7 @@ def quantize_q8_0(x: Tensor) -> tuple[Tensor, Tensor]:
     ratio = ratio.masked_fill(~usable.unsqueeze(-1), 0.0)
     size = ratio.abs()
     whole = size.floor()
-    codes = (whole + ((size - whole) * 2).floor()).clamp_(max=127.0).copysign(ratio)
+    codes = (whole + ((size - whole) * 2).floor()).clamp_(max=127.0) * ratio.sign()  # torch_xla has no copysign
     return codes.to(torch.int8).flatten(-2), scale.to(torch.float16)
 
 

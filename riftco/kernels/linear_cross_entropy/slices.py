@@ -20,6 +20,10 @@ from .rows import Rows, Where, put
 from .vocabulary import why_not
 
 
+def _power_above(x: Tensor) -> Tensor:
+    return torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent.clamp(-100, 100))
+
+
 @dataclass(frozen=True)
 class Loss:
     """How one device turns a slice of logits [n, V] into losses.
@@ -30,6 +34,7 @@ class Loss:
     most_bytes: a cap on slice_bytes, where larger slices are slower.
     vocabulary_below: rows a slice, below which a trainable head's classes are taken in blocks; 0: never.
     host_counts: the host sees values at once, so that counting rows costs no wait.
+    power_above(x): the power of two above x > 0, between 2 ** -100 and 2 ** 100.
     """
 
     forward: Callable
@@ -40,6 +45,7 @@ class Loss:
     most_bytes: int | None = None
     vocabulary_below: int = 0
     host_counts: bool = False
+    power_above: Callable[[Tensor], Tensor] = _power_above
 
 
 class Outputs:
@@ -94,7 +100,7 @@ def backward(ce: Loss, d_loss: Tensor | None, *arguments) -> tuple[Tensor, ...]:
     with _as_given(p.x):
         rows, head, slices = _prepare(ce, p)
         out = Outputs(rows, p)
-        upstream, restore = _tamed(p, d_loss)
+        upstream, restore = _tamed(ce, p, d_loss)
         if not why_not(p, rows.count, slices.rows, ce.vocabulary_below, need_weight, accum_dtype):
             grads = vocabulary.backward(ce, p, rows, head, out, slices, upstream, needs)
             return *out.finished(), grads[0].view(p.x.shape) if need_x else grads[0], *grads[1:]
@@ -147,7 +153,7 @@ def _prepare(ce: Loss, p: Problem) -> tuple[Rows, heads.Head, Plan]:
     return rows, head, slices
 
 
-def _tamed(p: Problem, d_loss: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def _tamed(ce: Loss, p: Problem, d_loss: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """(the upstream gradient [rows], a power of two that was taken out of it or None).
 
     float16 cannot hold the gradient of a mean over thousands of rows: its logits' gradients are made for upstream
@@ -159,9 +165,7 @@ def _tamed(p: Problem, d_loss: Tensor | None) -> tuple[Tensor | None, Tensor | N
     if p.x.dtype != torch.float16 or flat.numel() == 0:
         return flat, None
     largest = flat.detach().float().abs().amax(0)  # torch_xla mistakes the shape of amax()
-    exponent = torch.frexp(largest).exponent.clamp(-100, 100)
-    sound = largest.isfinite() & (largest > 0)
-    factor = torch.where(sound, torch.ldexp(torch.ones_like(largest), exponent), 1.0)
+    factor = torch.where(largest.isfinite() & (largest > 0), ce.power_above(largest), 1.0)
     return flat.float() / factor, factor
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._contract import checks_enabled, define, needs_grad, same_device
+from .._contract import checks_enabled, define, needs_grad, same_device, write
 from . import spec
 
 HERE = "riftco.kernels.rope"
@@ -109,7 +109,7 @@ def rope(
             check_positions(positions, cos.shape[0])
         positions = positions.expand(q.shape[:-2])
     if inplace:
-        turn_inplace([q, k], cos, sin, positions, interleaved)
+        write(turn_inplace, q.device, [q, k], cos, sin, positions, interleaved)
         return q, k
     if impl == "spec":
         q, k = spec.forward([q, k], cos, sin, positions, interleaved, False)
