@@ -32,9 +32,7 @@ class Device:
     impl: str | None  # RIFTCO_IMPL under which its cases run
     probe: Callable[[], str]  # "" when it can run here, else why not
     loss: float | None = None  # in place of what loss_on() says of the device
-    around: Callable[[bool], contextlib.AbstractContextManager] = lambda warm: (
-        contextlib.nullcontext()
-    )  # checks how results came
+    around: Callable[[bool], contextlib.AbstractContextManager] | None = None  # checks how results came
 
     @functools.cached_property
     def why_not(self) -> str:
@@ -51,7 +49,8 @@ class Device:
     def using(self, warm: bool = False) -> Iterator[list | None]:
         """What a case runs in. Where a list is yielded, it takes the results, and how they came is checked at the end;
         warm: the case has run there before, with other values."""
-        with self.use(), self.around(warm) as results:
+        around = self.around(warm) if self.around else contextlib.nullcontext()
+        with self.use(), around as results:
             yield results
 
 
