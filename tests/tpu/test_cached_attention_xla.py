@@ -10,6 +10,7 @@ from host_loop import serving_the_cpu
 from xla_graph import recorded
 
 from riftco.functional import attention_with_cache
+from riftco.kernels._check import inputs_of, to
 from riftco.kernels.cached_attention import cases, spec
 from riftco.kernels.cached_attention.cache import Cache
 from riftco.kernels.cached_attention.write import write
@@ -47,7 +48,7 @@ def test_the_launcher_is_the_spec(case, dtype):
 def test_unseen_keys_may_hold_anything():
     """NaN beyond a slot's prefix, below every window, and in slots of no run."""
     case = next(c for c in cases.CASES if c.name == "window, softcap, sinks")
-    inputs = support.to(support.inputs_of(cases, case, torch.float32), torch.float32, "cpu")
+    inputs = to(inputs_of(cases, case, torch.float32), torch.float32, "cpu")
     with on_the_cpu():
         want = cases.call(inputs, case)
         for name in ("k_cache", "v_cache"):
