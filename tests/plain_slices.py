@@ -4,9 +4,7 @@ import functools
 
 from riftco.kernels.cross_entropy import spec as cross_entropy
 from riftco.kernels.linear_cross_entropy import slices
-from riftco.kernels.linear_cross_entropy.head import Quantised
 from riftco.kernels.linear_cross_entropy.problem import Problem
-from riftco.kernels.nf4 import spec as nf4
 
 
 def temporaries(p: Problem) -> int:
@@ -19,7 +17,6 @@ LOSS = slices.Loss(
     cross_entropy.forward,
     cross_entropy.forward_backward_,
     cross_entropy.backward,
-    Quantised(nf4.forward, nf4.backward),
     temporaries,
 )
 forward = functools.partial(slices.forward, LOSS)

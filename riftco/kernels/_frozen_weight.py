@@ -10,7 +10,9 @@ and a weight class as below. Whatever has that is a base for adapters, without a
 
 from __future__ import annotations
 
-from typing import Protocol
+import functools
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -42,3 +44,40 @@ class FrozenWeight(Protocol):
 def is_frozen(weight: object) -> bool:
     """Whether `weight` is a FrozenWeight: a look at one name, as a Protocol's isinstance costs microseconds a call."""
     return hasattr(weight, "operands")
+
+
+DENSE = "dense"  # the kind of a weight that is a tensor
+
+
+class Base(NamedTuple):
+    """A weight of any kind as an op's arguments hold it: they hold no objects."""
+
+    kind: str
+    tensors: list[Tensor]
+    sizes: list[int]
+
+    def forward(self, x: Tensor, bias: Tensor | None, find: Callable) -> Tensor:
+        """x W^T + bias; `find` is `_contract.launcher` or `meaning`."""
+        if self.kind == DENSE:
+            return torch.nn.functional.linear(x, self.tensors[0], None if bias is None else bias.to(x.dtype))
+        name, *texts = self.kind.split(":")
+        return find(f"{name}_fwd", x)(x, *self.tensors, bias, *texts, *self.sizes)
+
+    def backward(self, d_y: Tensor, find: Callable) -> Tensor:
+        """d_y W."""
+        if self.kind == DENSE:
+            return d_y @ self.tensors[0]
+        name, *texts = self.kind.split(":")
+        return find(f"{name}_bwd", d_y)(d_y, *self.tensors, *texts, *self.sizes)
+
+
+@functools.cache
+def arity(kind: str) -> tuple[int, int]:
+    """How many tensors and integers describe a weight, as the schema of its product's gradient says."""
+    if kind == DENSE:
+        return 1, 0
+    name, *texts = kind.split(":")
+    schema = getattr(torch.ops.riftco, f"{name}_bwd").default._schema
+    types = [str(a.type) for a in schema.arguments[1:]]
+    tensors = sum("Tensor" in t for t in types)
+    return tensors, len(types) - tensors - len(texts)

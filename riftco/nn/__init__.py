@@ -5,7 +5,7 @@ from ..kernels.attention.multihead import MultiheadAttention
 from ..kernels.cached_attention.module import CachedAttention
 from ..kernels.cross_entropy.module import CrossEntropyLoss, LigerCrossEntropyLoss
 from ..kernels.embedding.module import Embedding, LoRAEmbedding, TokensHead, TrainableTokens
-from ..kernels.gguf_linear.module import GGUFLinear
+from ..kernels.gguf_linear.module import GGUFEmbedding, GGUFLinear
 from ..kernels.layer_norm.module import LayerNorm
 from ..kernels.linear_cross_entropy.module import (
     LigerFusedLinearCrossEntropyLoss,
@@ -24,6 +24,7 @@ __all__ = [
     "CrossEntropyLoss",
     "Embedding",
     "LayerNorm",
+    "GGUFEmbedding",
     "GGUFLinear",
     "LigerCrossEntropyLoss",
     "LigerFusedLinearCrossEntropyLoss",

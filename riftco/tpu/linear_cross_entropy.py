@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from ..kernels.linear_cross_entropy import slices
-from ..kernels.linear_cross_entropy.head import Quantised
-from ..kernels.nf4 import spec as nf4
 from . import cross_entropy
 
 
@@ -25,7 +23,6 @@ LOSS = slices.Loss(
     cross_entropy.forward,
     cross_entropy.forward_backward_,
     cross_entropy.backward,
-    Quantised(nf4.forward, nf4.backward),
     # a float32 copy where XLA does not fuse it into the reduction, as on a CPU; the gradient beside the logits
     temporaries=lambda p: 4 + p.x.dtype.itemsize,
     power_above=_power_above,

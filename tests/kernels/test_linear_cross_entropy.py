@@ -27,7 +27,9 @@ def make(*shape, C=8, V=33, dtype=torch.float32, device="cpu"):
 
 def problem(x, weight, target, bias=None, row_weight=None, slice_bytes=1 << 20, n_labelled=None, **fields) -> Problem:
     none = dict.fromkeys(("absmax", "class_weight", "label_weight", "lora_a", "lora_b"))
-    plain = dict(block_size=0, lora_scale=1.0, label_smoothing=0.0, z_loss=0.0, softcap=0.0, logit_scale=1.0)
+    plain = dict(
+        kind="dense", block_size=0, lora_scale=1.0, label_smoothing=0.0, z_loss=0.0, softcap=0.0, logit_scale=1.0
+    )
     plain |= dict(ignore_index=-100, metrics=False, V=weight.shape[0], slice_bytes=slice_bytes, n_labelled=n_labelled)
     given = dict(x=x, weight=weight, target=target, bias=bias, row_weight=row_weight)
     return Problem(**{**none, **plain, **given, **fields})
@@ -113,7 +115,7 @@ def test_opcheck():
     codes = quantize_nf4(weight)
     everything = problem(
         x, codes.codes, y, torch.randn(33), lora_a=torch.randn(3, 8), lora_b=torch.randn(33, 3), absmax=codes.scale,
-        V=33, block_size=64, metrics=True, softcap=3.0, z_loss=0.1, class_weight=torch.rand(33),
+        V=33, kind="nf4_linear", block_size=64, metrics=True, softcap=3.0, z_loss=0.1, class_weight=torch.rand(33),
     )  # fmt: skip
     torch.library.opcheck(op.fwd, everything)
     torch.library.opcheck(op.bwd, (None, *everything, torch.float32, [True, False, True, True, True]))

@@ -12,7 +12,16 @@ import torch.nn.functional as F
 from test_linear_cross_entropy import Live, grads, make, problem
 from torch.utils.flop_counter import FlopCounterMode
 
-from riftco.functional import dequantize_nf4, linear_cross_entropy, lora_linear, quantize_nf4
+from riftco.functional import (
+    GGUFWeight,
+    dequantize_gguf,
+    dequantize_nf4,
+    linear_cross_entropy,
+    lora_linear,
+    quantize_nf4,
+)
+from riftco.kernels.gguf_linear.cases import random_blocks
+from riftco.kernels.gguf_linear.formats import FORMATS
 from riftco.kernels.linear_cross_entropy import cpu, head, slices, spec, vocabulary
 from riftco.kernels.linear_cross_entropy.plan import plan
 
@@ -140,6 +149,36 @@ def test_an_nf4_head_is_the_dequantised_one(device, rows):
             torch.testing.assert_close(got, want)
             for g, w in zip(grads(got, *leaves), grads(want, *leaves), strict=True):
                 torch.testing.assert_close(g, w)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("format", ["Q8_0", "Q4_1", "Q6_K"])
+def test_a_gguf_head_is_the_dequantised_one(device, format):
+    """Its adapter, softcap and metrics too; the packed bytes get no gradient."""
+    C = FORMATS[format].block * 2
+    packed = random_blocks(format, 70 * 2, torch.Generator().manual_seed(0)).view(70, -1)
+    q = GGUFWeight(packed, format, (70, C)).to(device.torch_device)
+    x, _, y = make(40, C=C, V=70, device=device.torch_device)
+    y[1] = -100
+    x = x / C
+    a, b, bias = (torch.randn(s, device=x.device) / 4 for s in ((3, C), (70, 3), (70,)))
+    leaves = [t.requires_grad_() for t in (x, bias, a, b)]
+    options = {"lora": (a, b, 0.5), "softcap": 6.0, "return_metrics": True}
+    with device.use(), support.poisoned():
+        dense = dequantize_gguf(q, torch.float32)
+        for slice_bytes, reduction in ((9000, "mean"), (1 << 20, "none")):
+            more = {**options, "slice_bytes": slice_bytes, "reduction": reduction}
+            (got, metrics), (want, _) = (linear_cross_entropy(x, w, y, bias, **more) for w in (q, dense))
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+            assert metrics.argmax.shape == y.shape
+            for g, w in zip(grads(got.sum(), *leaves), grads(want.sum(), *leaves), strict=True):
+                torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_that_is_no_weight_is_refused():
+    x, _, y = make(3)
+    with pytest.raises(ValueError, match="weight must be a tensor, an NF4Weight or a GGUFWeight; got list"):
+        linear_cross_entropy(x, [1.0], y)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,12 +1,15 @@
-"""A torch.nn.Linear whose frozen weight is held in a GGUF block format."""
+"""torch.nn.Linear and torch.nn.Embedding whose frozen weight is held in a GGUF block format."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .formats import FORMATS, format_of
-from .op import gguf_linear
+from .op import dequantize_gguf, gguf_linear
 from .weight import GGUFWeight
 
 
@@ -62,26 +65,75 @@ class GGUFLinear(nn.Module):
         return self
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
-        destination[f"{prefix}weight"] = self.weight.packed
+        weight, number = _state(self.weight, prefix).items()
+        destination |= dict((weight,))
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}weight.ggml_type"] = torch.tensor(self.weight.info.ggml_type, dtype=torch.int32)
+        destination |= dict((number,))
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         own = (f"{prefix}weight", f"{prefix}weight.ggml_type")
         others = {k: v for k, v in state_dict.items() if k not in own}
         super()._load_from_state_dict(others, prefix, local_metadata, strict, missing, unexpected, errors)
-        if lacking := [k for k in own if k not in state_dict]:
-            missing.extend(lacking)
-            return
-        packed, number = state_dict[own[0]], int(state_dict[own[1]])
-        name = next((f.name for f in FORMATS.values() if f.ggml_type == number), f"GGML type {number}")
-        try:
-            weight = GGUFWeight(packed, name, (self.out_features, self.in_features))
-        except ValueError as refused:
-            errors.append(f"{own[0]}: {refused}")
-            return
-        if local_metadata.get("assign_to_params_buffers", False):
-            self.weight = weight
-        else:
-            device = self.weight.device
-            self.weight = weight.map(lambda t: t.to(device, copy=True))
+        self.weight = _loaded(self.weight, state_dict, prefix, local_metadata, missing, errors)
+
+
+class GGUFEmbedding(nn.Module):
+    """Rows of a frozen W in packed blocks, decoded where they are asked for: ids [...] -> [..., embedding_dim].
+
+    `weight` is a GGUFWeight, which no cast touches; the results' dtype is that which the module was last cast to.
+    State keys as GGUFLinear's. A packed weight trains nothing; an adapter beside it does.
+    """
+
+    _like: Tensor
+
+    def __init__(self, weight: GGUFWeight, dtype: torch.dtype | None = None):
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = weight.shape
+        self.weight = weight
+        like = torch.empty(0, dtype=dtype or torch.get_default_dtype(), device=weight.device)
+        self.register_buffer("_like", like, persistent=False)  # what a cast or a move of the module reaches
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = self.weight.rows(input.reshape(-1))
+        return dequantize_gguf(rows, self._like.dtype).view(*input.shape, self.embedding_dim)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, format={self.weight.format}"
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self.weight = self.weight.map(fn)
+        return self
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination |= _state(self.weight, prefix)
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
+        self.weight = _loaded(self.weight, state_dict, prefix, local_metadata, missing, errors)
+
+
+def _state(weight: GGUFWeight, prefix: str) -> dict[str, Tensor]:
+    number = torch.tensor(weight.info.ggml_type, dtype=torch.int32)
+    return {f"{prefix}weight": weight.packed, f"{prefix}weight.ggml_type": number}
+
+
+def _loaded(
+    held: GGUFWeight, state: Mapping[str, Tensor], prefix: str, local_metadata: Mapping[str, Any], missing: list[str],
+    errors: list[str],
+) -> GGUFWeight:  # fmt: skip
+    """The weight in `state`, of any format; what is held where there is none or it does not fit."""
+    own = (f"{prefix}weight", f"{prefix}weight.ggml_type")
+    if lacking := [k for k in own if k not in state]:
+        missing.extend(lacking)
+        return held
+    packed, number = state[own[0]], int(state[own[1]])
+    name = next((f.name for f in FORMATS.values() if f.ggml_type == number), f"GGML type {number}")
+    try:
+        weight = GGUFWeight(packed, name, held.shape)
+    except ValueError as refused:
+        errors.append(f"{own[0]}: {refused}")
+        return held
+    if local_metadata.get("assign_to_params_buffers", False):
+        return weight
+    return weight.map(lambda t: t.to(held.device, copy=True))

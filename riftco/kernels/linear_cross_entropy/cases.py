@@ -10,6 +10,7 @@ from .._cases import Case
 from ..nf4.quantize import quantize_nf4
 from ..nf4.weight import NF4Weight
 from . import spec
+from .checks import taken_apart
 from .op import denominator_of, linear_cross_entropy
 from .problem import Problem
 
@@ -144,11 +145,11 @@ def reference(inputs: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
         target = torch.cat([target[:, 1:], torch.full_like(target[:, :1], ignore_index)], 1)
         if row_weight is not None:
             row_weight = torch.cat([row_weight[:, 1:], row_weight[:, :1] * 0], 1)
-    nf4 = bool(o.get("nf4"))
+    packed, absmax, kind, block = taken_apart(weight)
     p = Problem(
-        inputs["x"], weight.codes if nf4 else weight, weight.scale if nf4 else None, target, inputs.get("bias"),
+        inputs["x"], packed, absmax, target, inputs.get("bias"),
         row_weight, inputs.get("class_weight"), inputs.get("topk"), inputs.get("lora_a"), inputs.get("lora_b"),
-        case.shape["V"], weight.block_size if nf4 else 0, LORA_SCALE, ignore_index, o.get("label_smoothing", 0.0),
+        case.shape["V"], kind, block, LORA_SCALE, ignore_index, o.get("label_smoothing", 0.0),
         o.get("z_loss", 0.0), o.get("softcap", 0.0), o.get("logit_scale", 1.0), bool(o.get("return_metrics")), 1, None,
     )  # fmt: skip
     loss, lse, log_prob, entropy, _ = spec.forward(*p)

@@ -8,19 +8,30 @@ from torch import Tensor
 
 from .._contract import autocast as cast
 from .._contract import same_device
+from .._frozen_weight import DENSE, FrozenWeight, is_frozen
 from ..cross_entropy.checks import check_reduction, check_row_weight
-from ..nf4.weight import NF4Weight
 from .problem import Problem
 
 OP = "linear_cross_entropy"
 
 
-def autocast(x: Tensor, weight: Tensor | NF4Weight, bias: Tensor | None) -> tuple:
-    """As F.linear's arguments are cast; an NF4Weight decodes to x's dtype anyway."""
-    if isinstance(weight, NF4Weight):
-        x, bias = cast(x, bias)
-        return x, weight, bias
-    return cast(x, weight, bias)
+def autocast(x: Tensor, weight: Tensor | FrozenWeight, bias: Tensor | None) -> tuple:
+    """As F.linear's arguments are cast; a frozen weight decodes to x's dtype anyway."""
+    if isinstance(weight, Tensor):
+        return cast(x, weight, bias)
+    x, bias = cast(x, bias)
+    return x, weight, bias
+
+
+def taken_apart(weight: Tensor | FrozenWeight) -> tuple[Tensor, Tensor | None, str, int]:
+    """(packed bytes or the weight itself, absmax, kind, block size), as Problem has them."""
+    if isinstance(weight, Tensor):
+        return weight, None, DENSE, 0
+    if not is_frozen(weight):
+        refuse(f"weight must be a tensor, an NF4Weight or a GGUFWeight; got {type(weight).__name__}")
+    tensors, (_, _, *block) = weight.operands()
+    packed, *absmax = tensors
+    return packed, absmax[0] if absmax else None, weight.kind, block[0] if block else 0
 
 
 def shifted(
@@ -43,7 +54,7 @@ def shifted(
 
 
 def check(
-    p: Problem, weight: Tensor | NF4Weight, reduction: str, denominator, softcap, accum_dtype: torch.dtype,
+    p: Problem, weight: Tensor | FrozenWeight, reduction: str, denominator, softcap, accum_dtype: torch.dtype,
     impl: str | None,
 ) -> None:  # fmt: skip
     _check_head(p, weight)
@@ -65,7 +76,7 @@ def check_lora(lora: tuple[Tensor, Tensor, float]) -> tuple[Tensor, Tensor, floa
     return lora
 
 
-def _check_head(p: Problem, weight: Tensor | NF4Weight) -> None:
+def _check_head(p: Problem, weight: Tensor | FrozenWeight) -> None:
     x, V = p.x, p.V
     if x.dim() < 1 or not x.is_floating_point():
         refuse(f"x must be floating [..., C]; got {x.dtype} {tuple(x.shape)}")

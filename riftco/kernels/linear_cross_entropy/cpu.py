@@ -3,9 +3,7 @@
 import functools
 
 from ..cross_entropy import cpu as cross_entropy
-from ..nf4 import cpu as nf4
 from . import slices
-from .head import Quantised
 from .problem import Problem
 
 
@@ -19,7 +17,6 @@ LOSS = slices.Loss(
     functools.partial(cross_entropy.forward, may_overwrite=True),
     cross_entropy.forward_backward_,
     cross_entropy.backward,
-    Quantised(nf4.forward, nf4.backward),
     _temporaries,
     most_bytes=32 << 20,
     host_counts=True,

@@ -3,15 +3,12 @@
 import functools
 
 from ..cross_entropy import cuda as cross_entropy
-from ..nf4 import cuda as nf4
 from . import slices
-from .head import Quantised
 
 LOSS = slices.Loss(
     cross_entropy.forward,
     cross_entropy.forward_backward_,
     cross_entropy.backward,
-    Quantised(nf4.forward, nf4.backward),
     temporaries=lambda p: 0,
     vocabulary_below=512,  # from a prototype's times of the sums, not yet measured here
 )

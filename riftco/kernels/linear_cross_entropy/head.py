@@ -1,11 +1,9 @@
 """The head: logits of a slice, the way back to x, and sums of weight gradients over slices. torch.mm does the work."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from .._contract import launcher
 from .problem import Problem
 
 LINE = 64  # elements: rows of a buffer lie at multiples of it, as matmuls and loads of odd rows are slow
@@ -13,20 +11,12 @@ WORTH_FROM = 4096  # classes
 NARROW_AT_ONCE = 8 << 20  # bytes of a 16-bit gradient widened at once where a matmul cannot give float32
 
 
-@dataclass(frozen=True)
-class Quantised:
-    """The launchers of the nf4 room: forward(x, codes, absmax, bias, N, K, block_size), backward(d_y, codes, ...)."""
-
-    forward: Callable
-    backward: Callable
-
-
 class Head:
-    """z = x W^T + bias + scale (x A^T) B^T, with W dense or NF4. The adapter's part is written first and W's product
+    """z = x W^T + bias + scale (x A^T) B^T, with W dense or frozen. The adapter's part is written first and W's product
     added to it in float32: of two roundings to 16 bit, one is of the small part only."""
 
-    def __init__(self, p: Problem, quantised: Quantised):
-        self.p, self.nf4 = p, quantised
+    def __init__(self, p: Problem):
+        self.p = p
         self.a = None if p.lora_a is None else p.lora_a.to(p.x.dtype)
         self.b = None if p.lora_b is None else (p.lora_b.to(p.acc) * p.lora_scale).to(p.x.dtype)  # scale is in it
         self.buffer: Tensor | None = None
@@ -38,12 +28,12 @@ class Head:
     @property
     def width(self) -> int:
         """Elements from a row of the buffer to the next."""
-        pays = self.p.absmax is None and self.p.V >= WORTH_FROM and self.p.x.device.type in ("cpu", "cuda")
+        pays = not self.p.frozen and self.p.V >= WORTH_FROM and self.p.x.device.type in ("cpu", "cuda")
         return -(-self.p.V // LINE) * LINE if pays else self.p.V
 
     def reserve(self, rows: int) -> None:
-        """One buffer for every slice; an NF4 product brings its own."""
-        if self.p.absmax is None:
+        """One buffer for every slice; a frozen weight's product brings its own."""
+        if not self.p.frozen:
             self.buffer = self.p.x.new_empty(rows, self.width)[:, : self.p.V]
 
     def inner(self, x: Tensor) -> Tensor | None:
@@ -51,8 +41,8 @@ class Head:
 
     def logits(self, x: Tensor, inner: Tensor | None) -> Tensor:
         p = self.p
-        if p.absmax is not None:
-            z = self.nf4.forward(x, p.weight, p.absmax, p.bias, p.V, p.C, p.block_size)
+        if p.frozen:
+            z = p.base.forward(x, p.bias, launcher)
             return z if inner is None or self.b is None else z.addmm_(inner, self.b.t())
         assert self.buffer is not None
         z, w = self.buffer[: x.shape[0]], p.weight.t()
@@ -77,8 +67,8 @@ class Head:
 
     def d_x(self, g: Tensor, d_inner: Tensor | None, out: Tensor) -> None:
         p = self.p
-        if p.absmax is not None:
-            out.copy_(self.nf4.backward(g, p.weight, p.absmax, p.V, p.C, p.block_size))
+        if p.frozen:
+            out.copy_(p.base.backward(g, launcher))
             if d_inner is not None and self.a is not None:
                 out.addmm_(d_inner, self.a)
         elif d_inner is not None and self.a is not None:

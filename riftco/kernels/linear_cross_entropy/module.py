@@ -5,10 +5,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._frozen_weight import FrozenWeight
 from ..embedding.module import TokensHead
+from ..gguf_linear.module import GGUFLinear
 from ..lora_linear.module import LoRALinear, TiedLoRALinear
 from ..nf4.module import NF4Linear
-from ..nf4.weight import NF4Weight
 from .op import linear_cross_entropy
 from .twins import (
     CrossEntropyOutput,
@@ -111,23 +112,23 @@ class LinearCrossEntropy(nn.Module):
 
 
 class Head(NamedTuple):
-    weight: Tensor | NF4Weight
+    weight: Tensor | FrozenWeight
     bias: Tensor | None
     lora: tuple[Tensor, Tensor, float] | None
 
 
 def describe_head(head: nn.Module) -> Head:
-    """What linear_cross_entropy needs of `head`: a Linear, an NF4Linear, either under a LoRALinear, or a tied head
-    under a TiedLoRALinear or a TokensHead.
+    """What linear_cross_entropy needs of `head`: a Linear, an NF4Linear, a GGUFLinear, one of them under a LoRALinear,
+    or a tied head under a TiedLoRALinear or a TokensHead.
 
     Raises:
         ValueError: anything else, hooks on the head, DoRA, dropout in training: slices of such a head would not be it.
     """
     kind = type(head)
-    if kind not in (nn.Linear, NF4Linear, LoRALinear, TiedLoRALinear, TokensHead):
+    if kind not in (nn.Linear, NF4Linear, GGUFLinear, LoRALinear, TiedLoRALinear, TokensHead):
         raise ValueError(
-            f"the head must be a torch.nn.Linear, riftco.nn.NF4Linear or riftco.nn.LoRALinear, so that its rows can be "
-            f"taken in slices; got {kind.__name__}"
+            f"the head must be a torch.nn.Linear, riftco.nn.NF4Linear, riftco.nn.GGUFLinear or riftco.nn.LoRALinear, "
+            f"so that its rows can be taken in slices; got {kind.__name__}"
         )
     if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:
         raise ValueError(f"the head {kind.__name__} has hooks, which a sliced loss would not call; remove them")

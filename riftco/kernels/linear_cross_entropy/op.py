@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from .._contract import checks_enabled, define, needs_grad, once_differentiable
+from .._frozen_weight import FrozenWeight
 from ..cross_entropy import op as cross_entropy
 from ..cross_entropy.checks import check_targets, class_weight_for
 from ..cross_entropy.op import Metrics
-from ..nf4.weight import NF4Weight
 from . import spec
-from .checks import autocast, check, check_lora, shifted
+from .checks import autocast, check, check_lora, shifted, taken_apart
 from .problem import OPTIONS, TENSORS, Problem
 
 HERE = "riftco.kernels.linear_cross_entropy"
@@ -167,7 +167,7 @@ def _returned(grads, dtypes, needs, more: int):
 
 def linear_cross_entropy(
     x: Tensor,
-    weight: Tensor | NF4Weight,
+    weight: Tensor | FrozenWeight,
     target: Tensor,
     bias: Tensor | None = None,
     *,
@@ -201,7 +201,7 @@ def linear_cross_entropy(
     Args:
         x: [..., C], float16/bfloat16/float32/float64, any strides. Differentiable.
         weight: [V, C], x's dtype, one of its strides 1 (a matmul copies anything else), differentiable; or an
-            NF4Weight, frozen, decoded in stretches of at most 32 MiB.
+            NF4Weight or GGUFWeight, frozen, decoded in stretches of at most 32 MiB.
         target: [...], int32 or int64. `ignore_index` and every negative value mark a row without a label: loss 0,
             gradient 0, its x is not read. A value >= V gives NaN for that row (with RIFTCO_CHECK=1: IndexError).
         bias: [V], x's dtype. Differentiable.
@@ -238,8 +238,9 @@ def linear_cross_entropy(
         ValueError: shapes, dtypes, devices or options that do not fit, each named.
         IndexError: with RIFTCO_CHECK=1, a target >= V, with its row.
 
-    Devices: cpu, cuda (cuBLAS and Triton), mps (PyTorch's products and Metal), xla (plain torch on slices).
-    Memory: slice_bytes, the gradients asked for (weight's in accum_dtype), O(rows); 32 MiB more for an NF4Weight.
+    Devices: cpu, cuda (cuBLAS and Triton), mps (PyTorch's products and Metal), xla (plain torch on slices; not a
+        GGUFWeight, whose product it has not).
+    Memory: slice_bytes, the gradients asked for (weight's in accum_dtype), O(rows); 32 MiB more for a frozen weight.
     Numerics: logits are rounded to x's dtype once (with `lora`, its part once before), their gradient once; the loss is
         float32; deterministic. Under autocast x, weight and bias are cast as F.linear's are.
     Source: Hsu et al. 2024, "Liger Kernel: efficient Triton kernels for LLM training", section 3.2.
@@ -248,15 +249,11 @@ def linear_cross_entropy(
     a, b, scale = (None, None, 1.0) if lora is None else check_lora(lora)
     if shift:
         target, row_weight, topk = shifted(target, row_weight, topk, ignore_index)
-    frozen = isinstance(weight, NF4Weight)
-    if isinstance(weight, NF4Weight):
-        codes, absmax, block = weight.codes, weight.scale, weight.block_size
-    else:
-        codes, absmax, block = weight, None, 0
+    packed, absmax, kind, block = taken_apart(weight)
     p = Problem(
-        x, codes, absmax, target, bias, row_weight,
+        x, packed, absmax, target, bias, row_weight,
         class_weight_for(class_weight, x), topk, a, b, weight.shape[0] if len(weight.shape) else 0,
-        block, float(scale), ignore_index, float(label_smoothing), float(z_loss),
+        kind, block, float(scale), ignore_index, float(label_smoothing), float(z_loss),
         0.0 if softcap is None else float(softcap), float(logit_scale), return_metrics, slice_bytes, n_labelled,
     )  # fmt: skip
     check(p, weight, reduction, denominator, softcap, accum_dtype, impl)
@@ -267,7 +264,7 @@ def linear_cross_entropy(
     factor = None
     if reduction == "mean":
         factor = denominator_of(p, denominator).reciprocal()
-    needs = tuple(not (frozen and n == "weight") and needs_grad(getattr(p, n)) for n in TRAINABLE)
+    needs = tuple(not (p.frozen and n == "weight") and needs_grad(getattr(p, n)) for n in TRAINABLE)
     if any(needs) and impl is None and reduction != "none" and not checkpoint:
         total, *rows = SummedLoss.apply(*p, factor, accum_dtype, needs)
     else:

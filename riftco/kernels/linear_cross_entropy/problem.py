@@ -5,20 +5,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._frozen_weight import DENSE, Base, arity
+
 TENSORS = (
     "Tensor x, Tensor weight, Tensor? absmax, Tensor target, Tensor? bias, Tensor? row_weight, Tensor? class_weight, "
     "Tensor? label_weight, Tensor? lora_a, Tensor? lora_b"
 )
 OPTIONS = (
-    "SymInt V, int block_size, float lora_scale, int ignore_index, float label_smoothing, float z_loss, float softcap, "
-    "float logit_scale, bool metrics, int slice_bytes, SymInt? n_labelled"
+    "SymInt V, str kind, int block_size, float lora_scale, int ignore_index, float label_smoothing, float z_loss, "
+    "float softcap, float logit_scale, bool metrics, int slice_bytes, SymInt? n_labelled"
 )
 
 
 class Problem(NamedTuple):
     """One call of the ops. C hidden size, V vocabulary, R adapter rank, k labels a row; rows: x's leading dimensions.
 
-    With absmax, `weight` holds NF4 codes in blocks of block_size; with label_weight [..., k], `target` is [..., k].
+    `kind` is "dense" or a frozen weight's (see _frozen_weight), whose packed bytes `weight` then holds: NF4's with
+    absmax and block_size. With label_weight [..., k], `target` is [..., k].
     slice_bytes and n_labelled say how much work is done at once and on which rows; they do not change the meaning.
     """
 
@@ -33,6 +36,7 @@ class Problem(NamedTuple):
     lora_a: Tensor | None
     lora_b: Tensor | None
     V: int
+    kind: str
     block_size: int
     lora_scale: float
     ignore_index: int
@@ -51,6 +55,18 @@ class Problem(NamedTuple):
     @property
     def C(self) -> int:
         return self.x.shape[-1]
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the head is held in a format of its own."""
+        return self.kind != DENSE
+
+    @property
+    def base(self) -> Base:
+        """The head as its product takes it."""
+        tensors, integers = arity(self.kind)
+        held = [t for t in (self.weight, self.absmax) if t is not None]
+        return Base(self.kind, held[:tensors], [self.V, self.C, self.block_size][:integers])
 
     @property
     def acc(self) -> torch.dtype:

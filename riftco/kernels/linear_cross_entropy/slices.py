@@ -40,7 +40,6 @@ class Loss:
     forward: Callable
     forward_backward_: Callable
     backward: Callable
-    quantised: heads.Quantised
     temporaries: Callable[[Problem], int]
     most_bytes: int | None = None
     vocabulary_below: int = 0
@@ -146,7 +145,7 @@ def _as_given(x: Tensor) -> contextlib.AbstractContextManager:
 
 
 def _prepare(ce: Loss, p: Problem) -> tuple[Rows, heads.Head, Plan]:
-    rows, head = selection.Rows(p, ce.host_counts), heads.Head(p, ce.quantised)
+    rows, head = selection.Rows(p, ce.host_counts), heads.Head(p)
     row_bytes = p.V * (p.x.dtype.itemsize + ce.temporaries(p)) + head.row_bytes()
     slices = plan(rows.count, row_bytes, p.slice_bytes, ce.most_bytes)
     head.reserve(slices.rows)

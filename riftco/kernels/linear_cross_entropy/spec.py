@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._contract import meaning
 from ..cross_entropy.spec import forward as losses_of
 from ..cross_entropy.spec import forward_backward, forward_backward_, lse_of
-from ..nf4.spec import dequantize
 from . import labels
 from .problem import Problem
 
@@ -17,8 +17,7 @@ def forward(*arguments) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     The logits are x W^T + bias + lora_scale (x A^T) B^T. A row without a label is not read: its x may hold NaN.
     """
     p = Problem(*arguments)
-    x, w = _rows(p), _weight(p)
-    return _losses(p, _logits(p, x, w))
+    return _losses(p, _logits(p, _rows(p)))
 
 
 def backward(
@@ -30,8 +29,8 @@ def backward(
     gradient of the logits: d_x = g W + scale (g B) A, d_W = g^T x, d_A = scale (g B)^T x, d_B = scale g^T (x A^T).
     """
     p, accum_dtype, needs = Problem(*arguments[:-2]), *arguments[-2:]
-    x, w = _rows(p), _weight(p)
-    logits = _logits(p, x, w)
+    x = _rows(p)
+    logits = _logits(p, x)
     results = _losses(p, logits)
     g = _d_logits(p, logits, d_loss).reshape(-1, p.V)
     flat = x.reshape(-1, p.C)
@@ -41,7 +40,7 @@ def backward(
     d_bias, d_a, d_b = (p.x.new_empty(0, dtype=p.acc) for _ in range(3))
     a, b = p.lora_a, p.lora_b
     if needs[0]:
-        d_x = g @ w
+        d_x = p.base.backward(g, meaning)
         if a is not None and b is not None:
             d_x = d_x + p.lora_scale * (g @ b.to(g.dtype)) @ a.to(g.dtype)
         d_x = d_x.view(p.x.shape)
@@ -67,14 +66,8 @@ def _rows(p: Problem) -> Tensor:
     return p.x.masked_fill(~p.live().unsqueeze(-1), 0.0)
 
 
-def _weight(p: Problem) -> Tensor:
-    if p.absmax is None:
-        return p.weight
-    return dequantize(p.weight, p.absmax, p.V * p.C, p.block_size, p.x.dtype).view(p.V, p.C)
-
-
-def _logits(p: Problem, x: Tensor, w: Tensor) -> Tensor:
-    logits = F.linear(x, w, p.bias)
+def _logits(p: Problem, x: Tensor) -> Tensor:
+    logits = p.base.forward(x, p.bias, meaning)
     if p.lora_a is None or p.lora_b is None:
         return logits
     return logits + p.lora_scale * F.linear(F.linear(x, p.lora_a.to(x.dtype)), p.lora_b.to(x.dtype))

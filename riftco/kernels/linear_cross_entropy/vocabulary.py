@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def why_not(p: Problem, count: int, rows_a_slice: int, below: int, need_weight: bool, accum_dtype: torch.dtype) -> str:
     """ "" where blocks of classes pay; else why slices of rows are taken. `below` rows a slice, measured per device."""
-    if not need_weight or p.absmax is not None:
+    if not need_weight or p.frozen:
         return "the head is frozen"
     if rows_a_slice >= below or rows_a_slice >= count:
         return f"slices of {rows_a_slice} rows: reading and writing dW once a slice costs less than the logits again"
