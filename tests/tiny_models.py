@@ -44,18 +44,49 @@ GGUF_NAMES = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "self_attn.qkv_proj": "attn_qkv",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate_up_proj": "ffn_up",
 }
+GEMMA_NAMES = GGUF_NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+GGUF_ARCH = {"gemma3_text": "gemma3"}
 
 
-def write_gguf(path: Path, model, *, matrix_type: str = "F32", arch: str | None = None, rope_freqs=None, **metadata):
-    """`model` (of transformers) as llama.cpp writes it: matrices of the blocks in `matrix_type`, all else in F32."""
+def gguf_model(family: str, **changes):
+    """One that a GGUF file can hold: no key of it says what Gemma divides scores by, which is then the head size."""
+    if family.startswith("gemma"):
+        changes.setdefault("query_pre_attn_scalar", 32)
+    return hf_model(family, **changes)
+
+
+def rounded(model, kind: str, everywhere: bool = False):
+    """`model` with the weights that its file of `matrix_type=kind` stands for."""
+    import gguf
+
+    stored = gguf.GGMLQuantizationType[kind]
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() == 2 and (everywhere or name.startswith("model.layers.")):
+                p.copy_(torch.from_numpy(gguf.dequantize(gguf.quantize(p.detach().numpy(), stored), stored).copy()))
+    return model
+
+
+def write_gguf(
+    path: Path, model, *, matrix_type: str = "F32", arch: str | None = None, rope_freqs=None, everywhere=False,
+    **metadata,
+):  # fmt: skip
+    """`model` (of transformers) as llama.cpp writes it: matrices of the blocks in `matrix_type`, all else in F32;
+    `everywhere`: embedding and head in it, too."""
     import gguf
 
     config = model.config
-    arch = arch or config.model_type
+    arch = arch or GGUF_ARCH.get(config.model_type, config.model_type)
     kind = gguf.GGMLQuantizationType[matrix_type]
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(config.num_hidden_layers)
@@ -65,15 +96,21 @@ def write_gguf(path: Path, model, *, matrix_type: str = "F32", arch: str | None 
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
+    rotation(writer, config, head_dim, rope_freqs)
+    if getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+    if getattr(config, "attn_logit_softcapping", None):
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+    if getattr(config, "final_logit_softcapping", None):
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if arch == "gemma3":  # the tiny one has another pattern than the models that llama.cpp knows
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     for key, value in metadata.items():
         add(writer, key.replace("__", "."), value)
-    if rope_freqs is not None:
-        writer.add_tensor("rope_freqs.weight", np.asarray(rope_freqs, dtype=np.float32))
     for name, value in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -82,14 +119,45 @@ def write_gguf(path: Path, model, *, matrix_type: str = "F32", arch: str | None 
         if arch in ("llama", "mistral") and ".k_proj." in name:
             value = permute(value, config.num_key_value_heads)
         values = value.float().numpy()
-        if value.dim() == 2 and name.startswith("model.layers."):
-            writer.add_tensor(gguf_name(name), gguf.quantize(values, kind), raw_dtype=kind)
+        if arch.startswith("gemma") and "norm" in name:
+            values = values + 1
+        if value.dim() == 2 and (everywhere or name.startswith("model.layers.")):
+            writer.add_tensor(gguf_name(name, arch), gguf.quantize(values, kind), raw_dtype=kind)
         else:
-            writer.add_tensor(gguf_name(name), values)
+            writer.add_tensor(gguf_name(name, arch), values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def rotation(writer, config, head_dim: int, rope_freqs) -> None:
+    """The rotation's metadata and divisors."""
+    import gguf
+
+    rope = config.rope_parameters
+    if "full_attention" in rope:
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        rope = rope["full_attention"]
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    kind = rope["rope_type"]
+    if kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if kind in ("yarn", "longrope"):
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if kind == "longrope":
+        for name in ("short", "long"):
+            factors = np.asarray(rope[f"{name}_factor"], dtype=np.float32)
+            writer.add_tensor(f"rope_factors_{name}.weight", factors)
+    if kind == "llama3" and rope_freqs is None:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+        rope_freqs = rope["rope_theta"] ** (-torch.arange(0, head_dim, 2) / head_dim) / scaled
+    if rope_freqs is not None:
+        writer.add_tensor("rope_freqs.weight", np.asarray(rope_freqs, dtype=np.float32))
 
 
 def add(writer, key: str, value) -> None:
@@ -105,12 +173,13 @@ def add(writer, key: str, value) -> None:
         writer.add_array(key, value)
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, arch: str = "llama") -> str:
+    names = GEMMA_NAMES if arch.startswith("gemma") else GGUF_NAMES
     stem, _, leaf = name.rpartition(".")
     if stem.startswith("model.layers."):
         _, _, index, inner = stem.split(".", 3)
-        return f"blk.{index}.{GGUF_NAMES[inner]}.{leaf}"
-    return f"{GGUF_NAMES[stem]}.{leaf}"
+        return f"blk.{index}.{names[inner]}.{leaf}"
+    return f"{names[stem]}.{leaf}"
 
 
 def permute(rows: Tensor, heads: int) -> Tensor:

@@ -127,4 +127,10 @@ def _rope(arch: str, get: Callable[..., Any], head_dim: int, tensors: Mapping[st
     scaling: dict[str, Any] = {"factor": float(get("rope.scaling.factor"))}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = original
+        for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
+            if (beta := get(f"rope.scaling.{key}", None)) is not None:
+                scaling[name] = float(beta)
+        attention = get("rope.scaling.yarn_attn_factor", get("rope.scaling.attn_factor", 1.0))
+        if attention != 1:  # llama.cpp multiplies YaRN's own by it
+            scaling["attention_factor"] = float(attention) * (0.1 * math.log(scaling["factor"]) + 1)
     return Rope(dim, theta, kind, scaling)

@@ -176,7 +176,7 @@ class Decoder(nn.Module):
         self.config = config
         self.activation_checkpointing = activation_checkpointing
         self.model = Backbone(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head: nn.Module = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.rotary = Rotary(config.rope)
@@ -215,12 +215,19 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.model.embed_tokens.weight.device
+        return self._unpacked.device
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of activations."""
-        return self.model.embed_tokens.weight.dtype
+        return self._unpacked.dtype
+
+    @property
+    def _unpacked(self) -> Tensor:
+        """A weight that is never held in a format of its own, unlike the embedding's."""
+        weight = self.model.norm.weight
+        assert weight is not None
+        return weight
 
     def forward(self, input_ids: Tensor, **options) -> Tensor:
         """input_ids [B, T] or packed [total] -> logits [..., V]. Options as in `hidden`."""

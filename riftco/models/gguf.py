@@ -1,4 +1,4 @@
-"""Reading GGUF v3 files: metadata, and tensors under Hugging Face names, dequantised one at a time."""
+"""Reading GGUF v3 files: metadata, and tensors under Hugging Face names, packed or dequantised, one at a time."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..functional import GGUFWeight
 from .config import DecoderConfig
+from .config_gguf import DIVISORS
 from .errors import ModelError, package
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+# which of them can be kept as they are, as weights that a gradient passes through
+PACKED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 PERMUTED = ("llama", "mistral")  # their q and k rows pair neighbouring dimensions; the decoder rotates halves
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK = {
@@ -30,6 +34,16 @@ _BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# where an architecture means something else by a name, or has one of its own
+_OWN = {
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "gemma2": {
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+}
+_OWN["gemma3"] = _OWN["gemma2"]
 _BROKEN = (ValueError, IndexError, KeyError, OverflowError, TypeError, MemoryError, struct.error)
 
 
@@ -52,12 +66,13 @@ class GGUFFile:
                 f"{path}: tensor {first.name} has type {unsupported[0]}, which is not supported; "
                 f"accepted: {', '.join(TYPES)}"
             )
-        divisors = self._tensors.get("rope_freqs.weight")
         known: dict[str, Any] = dict.fromkeys(self._tensors)
-        if divisors is not None:
-            known["rope_freqs.weight"] = torch.from_numpy(np.array(divisors.data, dtype=np.float32))
+        for name in DIVISORS:
+            if name in self._tensors:
+                known[name] = torch.from_numpy(np.array(self._tensors[name].data, dtype=np.float32))
         self.config = DecoderConfig.from_gguf(self.metadata, known)
-        self._names = {hf_name(name): name for name in self._tensors if name != "rope_freqs.weight"}
+        self._arch = str(self.metadata["general.architecture"])
+        self._names = {hf_name(name, self._arch): name for name in self._tensors if name not in DIVISORS}
         self.shapes = {
             hf: tuple(int(n) for n in reversed(self._tensors[name].shape)) for hf, name in self._names.items()
         }
@@ -69,22 +84,52 @@ class GGUFFile:
         stored = self._tensors[self._names[name]]
         values = np.array(gguf.dequantize(stored.data, stored.tensor_type), dtype=np.float32, copy=None)
         out = torch.from_numpy(values if values.flags.writeable else values.copy()).view(self.shapes[name])
-        if self.config.architecture in PERMUTED and ".self_attn." in name:
-            if ".q_proj." in name:
-                return unpermute(out, self.config.num_heads)
-            if ".k_proj." in name:
-                return unpermute(out, self.config.num_kv_heads)
-        return out
+        if self.config.norm_offset and name.endswith("norm.weight"):
+            return out - self.config.norm_offset  # llama.cpp stores what the norm multiplies by
+        heads = self._permuted_heads(name)
+        return out if heads is None else unpermute(out, heads)
+
+    def type_of(self, name: str) -> str:
+        """GGML's name of how the tensor is stored."""
+        return self._tensors[self._names[name]].tensor_type.name
+
+    def packed(self, name: str) -> GGUFWeight | None:
+        """A matrix in its blocks, on the CPU, rows in Hugging Face's order; None where it is stored unpacked.
+
+        Raises:
+            ModelError: blocks that cannot stay packed.
+        """
+        stored = self._tensors[self._names[name]]
+        kind = self.type_of(name)
+        if kind in ("F32", "F16", "BF16") or len(self.shapes[name]) != 2:
+            return None
+        if kind not in PACKED:
+            raise ModelError(
+                f"tensor {name} of {self.path} has type {kind}, which cannot stay packed; accepted to stay packed: "
+                f"{', '.join(PACKED)}; load it as nf4, bf16, fp16 or fp32"
+            )
+        weight = GGUFWeight.from_reader(stored)
+        heads = self._permuted_heads(name)
+        return weight if heads is None else weight.rows(unpermute(torch.arange(weight.shape[0]), heads))
+
+    def _permuted_heads(self, name: str) -> int | None:
+        if self._arch not in PERMUTED or ".self_attn." not in name:
+            return None
+        if ".q_proj." in name:
+            return self.config.num_heads
+        return self.config.num_kv_heads if ".k_proj." in name else None
 
 
-def hf_name(name: str) -> str:
+def hf_name(name: str, arch: str = "llama") -> str:
     """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; unknown names stay, for the loader to refuse."""
     stem, _, leaf = name.rpartition(".")
     if stem in _TOP:
         return f"{_TOP[stem]}.{leaf}"
     block = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-    if block and block[2] in _BLOCK:
-        return f"model.layers.{block[1]}.{_BLOCK[block[2]]}.{leaf}"
+    if block:
+        inner = _OWN.get(arch, {}).get(block[2]) or _BLOCK.get(block[2])
+        if inner is not None:
+            return f"model.layers.{block[1]}.{inner}.{leaf}"
     return name
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ..nn import NF4Linear
+from ..nn import GGUFEmbedding, GGUFLinear, NF4Linear
 from . import bnb, tokenizer
 from .config import DecoderConfig
 from .decoder import Decoder
@@ -66,10 +66,12 @@ def load_model(
     Args:
         path: the .gguf file, or the folder with config.json and (sharded) safetensors.
         weights: "fp32", "bf16" or "fp16"; "nf4" quantises every linear layer inside the blocks (embedding, head and
-            norms stay); "auto" is fp32 on a CPU and bf16 elsewhere, and nf4 for a bitsandbytes 4-bit checkpoint, whose
-            blocks are taken as they are.
+            norms stay); "packed" keeps what a GGUF file stores in blocks as it is, embedding and head too; "auto" is
+            fp32 on a CPU and bf16 elsewhere, and nf4 for a bitsandbytes 4-bit checkpoint, whose blocks are taken as
+            they are.
         device: where to. Tensors travel one at a time: the peak is the result plus one layer.
-        dtype: of what "nf4" leaves unquantised, and of activations; default float32 on a CPU, bfloat16 elsewhere.
+        dtype: of what "nf4" or "packed" leaves unquantised, and of activations; default float32 on a CPU, bfloat16
+            elsewhere.
         activation_checkpointing: as in Decoder.
         cache_dir: folder in which a tokenizer that was converted from GGUF metadata is kept for the next time.
         with_tokenizer: False leaves the tokenizer out (None).
@@ -80,13 +82,17 @@ def load_model(
     Raises:
         ModelError: anything that cannot be read or does not fit, naming the file, the tensor or the option.
     """
-    if weights not in ("auto", "nf4", *WEIGHTS):
-        raise ModelError(f"weights must be one of auto, {', '.join(WEIGHTS)}, nf4; got {weights!r}")
+    if weights not in ("auto", "nf4", "packed", *WEIGHTS):
+        raise ModelError(f"weights must be one of auto, {', '.join(WEIGHTS)}, nf4, packed; got {weights!r}")
     source, device = open_source(path), torch.device(device)
     if weights == "auto" and bnb.quantised(source.shapes):
         weights = "nf4"
-    if dtype is not None and weights != "nf4":
-        raise ModelError(f"dtype belongs to weights='nf4'; got weights={weights!r}")
+    if dtype is not None and weights not in ("nf4", "packed"):
+        raise ModelError(f"dtype belongs to weights='nf4' or 'packed'; got weights={weights!r}")
+    if weights == "packed" and not isinstance(source, GGUFFile):
+        raise ModelError(
+            f"{source.path}: weights='packed' is for GGUF files; accepted for a folder: auto, fp32, bf16, fp16, nf4"
+        )
     if weights != "nf4" and bnb.quantised(source.shapes):
         raise ModelError(f"{source.path}: holds 4-bit weights; accepted for it: auto, nf4; got {weights!r}")
     text = load_tokenizer(path, cache_dir=cache_dir, source=source) if with_tokenizer else None
@@ -95,7 +101,14 @@ def load_model(
             f"{source.path}: its tokenizer has {text.vocabulary_size} tokens, its embedding {source.config.vocab_size}"
         )
     dtype = WEIGHTS.get(weights) or dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-    model = build(source, dtype, device, nf4=weights == "nf4", activation_checkpointing=activation_checkpointing)
+    model = build(
+        source,
+        dtype,
+        device,
+        nf4=weights == "nf4",
+        packed=weights == "packed",
+        activation_checkpointing=activation_checkpointing,
+    )
     return model, text
 
 
@@ -116,20 +129,51 @@ def build(
     device: torch.device | str = "cpu",
     *,
     nf4: bool = False,
+    packed: bool = False,
     activation_checkpointing: str = "disabled",
 ) -> Decoder:
-    """A Decoder whose every tensor comes from `source`; each tensor of `source` is used or named in an error."""
+    """A Decoder whose every tensor comes from `source`; each tensor of `source` is used or named in an error.
+
+    `packed` asks the source, a GGUFFile, for weights in their blocks.
+    """
     with torch.device("meta"):
         model = Decoder(source.config, activation_checkpointing=activation_checkpointing)
-    packed = bnb.quantised(source.shapes)
-    _check_names(source, {name: tuple(p.shape) for name, p in model.named_parameters()}, packed)
+    quantised = bnb.quantised(source.shapes)
+    _check_names(source, {name: tuple(p.shape) for name, p in model.named_parameters()}, quantised)
+    keep = source if packed and isinstance(source, GGUFFile) else None
+    device = torch.device(device)
     for path in [path for path, _ in model.named_modules()]:  # paths: a list of modules would keep what NF4 replaces
         if path == "lm_head" and source.config.tie_word_embeddings:
-            model.lm_head.weight = model.model.embed_tokens.weight
-            _check_tied_copy(source, model.model.embed_tokens.weight)
-        else:
-            _fill(model, path, source, dtype, torch.device(device), nf4, packed.get(path))
+            _tie(model, source)
+        elif keep is None or not _keep_packed(model, path, keep, dtype, device):
+            _fill(model, path, source, dtype, device, nf4, quantised.get(path))
     return model
+
+
+def _keep_packed(model: Decoder, path: str, source: GGUFFile, dtype: torch.dtype, device: torch.device) -> bool:
+    """Replace the layer at `path` by one over the file's own blocks, where its weight is stored in such."""
+    module = model.get_submodule(path)
+    weight = source.packed(f"{path}.weight") if isinstance(module, (nn.Linear, nn.Embedding)) else None
+    if weight is None:
+        return False
+    if isinstance(module, nn.Embedding):
+        _replace(model, path, GGUFEmbedding(weight.to(device), dtype))
+        return True
+    bias = None
+    if module.bias is not None:
+        bias = nn.Parameter(source.tensor(f"{path}.bias").to(device, dtype))
+    _replace(model, path, GGUFLinear.from_weight(weight.to(device), bias))
+    return True
+
+
+def _tie(model: Decoder, source: Source) -> None:
+    """The head is the embedding's weight, packed or not."""
+    embedding = model.model.embed_tokens
+    if isinstance(embedding, GGUFEmbedding):
+        model.lm_head = GGUFLinear.from_weight(embedding.weight)
+    else:
+        model.lm_head.weight = embedding.weight
+        _check_tied_copy(source, embedding.weight)
 
 
 def _fill(

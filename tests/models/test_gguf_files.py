@@ -6,6 +6,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf_blocks import copy_without, finish
 from tiny_models import hf_model, write_gguf
 
 from riftco.models.digest import base_digest
@@ -41,9 +42,9 @@ def test_k_quants_equal_the_reference(tmp_path, kind):
     model = hf_model("qwen2", hidden_size=2 * block, num_hidden_layers=1)
     path = tmp_path / "m.gguf"
     write_gguf(path, model)
-    writer = _copy_without(path, "blk.0.ffn_up.weight", tmp_path / "k.gguf")
+    writer = copy_without(path, "blk.0.ffn_up.weight", tmp_path / "k.gguf")
     writer.add_tensor("blk.0.ffn_up.weight", raw, raw_dtype=stored)
-    _finish(writer)
+    finish(writer)
     got = GGUFFile(tmp_path / "k.gguf").tensor("model.layers.0.mlp.up_proj.weight")
     want = torch.from_numpy(gguf.dequantize(raw, stored))
     assert got.shape == (96, 2 * block) and want.isfinite().all() and want.std() > 0
@@ -74,10 +75,10 @@ def test_rope_freqs_go_into_the_config(tmp_path):
 def test_an_unsupported_type_names_the_tensor_and_what_is_accepted(tmp_path):
     model = hf_model("qwen2", hidden_size=256, num_hidden_layers=1)
     write_gguf(tmp_path / "m.gguf", model)
-    writer = _copy_without(tmp_path / "m.gguf", "blk.0.ffn_up.weight", tmp_path / "bad.gguf")
+    writer = copy_without(tmp_path / "m.gguf", "blk.0.ffn_up.weight", tmp_path / "bad.gguf")
     kind = gguf.GGMLQuantizationType.IQ2_XS
     writer.add_tensor("blk.0.ffn_up.weight", np.zeros((96, 74), dtype=np.uint8), raw_dtype=kind)
-    _finish(writer)
+    finish(writer)
     with pytest.raises(ModelError, match=r"blk\.0\.ffn_up\.weight has type IQ2_XS.*accepted: F32, F16") as refused:
         GGUFFile(tmp_path / "bad.gguf")
     assert "\n" not in str(refused.value)
@@ -149,25 +150,3 @@ def test_the_digest_sees_a_change_of_weights_and_not_of_place(tmp_path):
     assert base_digest(a) != base_digest(b)
     with pytest.raises(ModelError, match="missing"):
         base_digest(tmp_path / "missing.gguf")
-
-
-def _copy_without(path, left_out: str, new) -> gguf.GGUFWriter:
-    """A writer that holds everything of `path` but one tensor."""
-    reader = gguf.GGUFReader(path)
-    writer = gguf.GGUFWriter(new, reader.fields["general.architecture"].contents())
-    for name, field in reader.fields.items():
-        if not name.startswith("GGUF.") and name != "general.architecture":
-            writer.add_key_value(
-                name, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None
-            )
-    for t in reader.tensors:
-        if t.name != left_out:
-            writer.add_tensor(t.name, t.data, raw_dtype=t.tensor_type)
-    return writer
-
-
-def _finish(writer) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()

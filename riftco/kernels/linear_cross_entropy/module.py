@@ -132,7 +132,7 @@ def describe_head(head: nn.Module) -> Head:
         )
     if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:
         raise ValueError(f"the head {kind.__name__} has hooks, which a sliced loss would not call; remove them")
-    if isinstance(head, (nn.Linear, NF4Linear)):
+    if isinstance(head, (nn.Linear, NF4Linear, GGUFLinear)):
         return Head(head.weight, head.bias, None)
     if isinstance(head, (LoRALinear, TiedLoRALinear)) and head.dropout and head.training:
         raise ValueError("the head's adapter has dropout, which a sliced loss does not apply; set it to 0 for the head")
