@@ -55,7 +55,7 @@ GEMMA_NAMES = GGUF_NAMES | {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-GGUF_ARCH = {"gemma3_text": "gemma3"}
+GGUF_ARCH = {"gemma3_text": "gemma3", "mistral": "llama"}
 
 
 def gguf_model(family: str, **changes):
