@@ -46,7 +46,7 @@ def save_adapter(
         spec: the specification it was made with.
         folder: created if missing.
         base: what PEFT should load as the base model (a name or a path).
-        base_weights: "nf4" where the adapter was trained over a quantised base; kept in riftco.json.
+        base_weights: "nf4" or "packed" where the adapter was trained over such a base; kept in riftco.json.
     """
     where = pathlib.Path(folder)
     where.mkdir(parents=True, exist_ok=True)

@@ -78,6 +78,12 @@ def finetune(
     seed: Annotated[int | None, Opt("--seed", help="Of the order, the adapter and dropout [0].")] = None,
     device: Annotated[str | None, Opt("--device", help="auto (default), cpu, cuda, cuda:N or mps.")] = None,
     dtype: Annotated[str | None, Opt("--dtype", help="auto (default), fp32 or bf16.")] = None,
+    weights: Annotated[
+        str | None,
+        Opt(
+            "--weights", help="How the base is held: auto (default: qlora nf4, else --dtype), nf4, packed, bf16, fp32."
+        ),
+    ] = None,
     activation_checkpointing: Annotated[
         str | None, Opt("--activation-checkpointing", help="disabled (default), selective or block: ever less memory.")
     ] = None,

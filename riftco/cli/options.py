@@ -10,7 +10,11 @@ Model = Annotated[str, typer.Option("--model", help="A .gguf file, or a Hugging 
 Adapter = Annotated[str | None, typer.Option("--adapter", help="A PEFT adapter folder to put on the model.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:N or mps.")]
 Weights = Annotated[
-    str, typer.Option("--weights", help="fp32, bf16, fp16 or nf4; auto: as the adapter was trained, else by device.")
+    str,
+    typer.Option(
+        "--weights",
+        help="fp32, bf16, fp16, nf4, packed (a GGUF file as it is); auto: as the adapter was trained, or by device.",
+    ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 LogJson = Annotated[bool, typer.Option("--log-json", help="Print JSON lines.")]

@@ -19,7 +19,6 @@ from ..kernels.cross_entropy import op as cross_entropy
 from ..kernels.gguf_linear.route import SCRATCH_BYTES as GGUF_SCRATCH
 from ..kernels.linear_cross_entropy import cpu as cpu_head
 from ..kernels.linear_cross_entropy import slices
-from ..kernels.linear_cross_entropy.head import Quantised
 from ..kernels.lora_linear.base import launcher, unpack
 from ..kernels.nf4.route import SCRATCH_BYTES as NF4_SCRATCH
 from .trace import MemoryTrace
@@ -162,7 +161,6 @@ CUDA_HEAD = slices.Loss(
     cross_entropy._fake_fwd,
     cross_entropy._fake_fwd_bwd_,
     cross_entropy._fake_bwd,
-    Quantised(nf4_forward, nf4_backward),
     temporaries=lambda p: 0,
     vocabulary_below=512,
 )

@@ -153,13 +153,18 @@ def _sorted(report: MemoryReport, alive: list[Storage], settings: FinetuneConfig
 
 def _built(config: DecoderConfig, settings: FinetuneConfig, target: str) -> tuple[Decoder, Adam]:
     """Model and optimizer as a run makes them, on the meta device."""
-    given = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}[settings.dtype]
+    if settings.held == "packed":
+        raise ValueError(
+            "memory --predict: what a GGUF file's own blocks take is not predicted; ask for nf4, bf16 or fp32"
+        )
+    named = settings.weights if settings.weights in ("bf16", "fp32") else settings.dtype
+    given = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}[named]
     small = torch.float32 if target == "cpu" or settings.method == "full" else torch.bfloat16
     meta = torch.device("meta")
     with meta:
         model = Decoder(config, activation_checkpointing=settings.activation_checkpointing).to(given or small)
     model.attention = settings.attention
-    if settings.method == "qlora":
+    if settings.held == "nf4":
         for name, child in [*model.model.layers.named_modules()]:
             if isinstance(child, torch.nn.Linear):
                 parent, _, attribute = name.rpartition(".")

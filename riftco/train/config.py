@@ -16,6 +16,7 @@ from .schedule import KINDS
 
 METHODS = ("qlora", "lora", "full")
 DTYPES = ("auto", "fp32", "bf16")
+WEIGHTS = ("auto", "nf4", "packed", "bf16", "fp32")
 OPTIMIZER_STATES = ("auto", "contiguous", "paged", "paged-8bit")
 DEFAULT_LR = {"qlora": 2e-4, "lora": 2e-4, "full": 2e-5}
 # May change on --resume; everything else decides what the losses are, and must stay.
@@ -89,6 +90,7 @@ class FinetuneConfig:
     seed: int = 0
     device: str = "auto"
     dtype: str = "auto"
+    weights: str = "auto"
     activation_checkpointing: str = "disabled"
     attention: str = "flash"
     optimizer_state: str = "auto"
@@ -104,6 +106,13 @@ class FinetuneConfig:
     def __post_init__(self) -> None:
         _choice("--method", self.method, METHODS)
         _choice("--dtype", self.dtype, DTYPES)
+        _choice("--weights", self.weights, WEIGHTS)
+        if self.method == "full" and self.weights in ("nf4", "packed"):
+            raise ConfigError(
+                f"--weights {self.weights} is frozen; --method full trains the weights: use lora or qlora"
+            )
+        if self.weights in ("bf16", "fp32") and self.dtype not in ("auto", self.weights):
+            raise ConfigError(f"--weights {self.weights} and --dtype {self.dtype} exclude each other; give one of them")
         _choice("--attention", self.attention, ATTENTION)
         _choice("--optimizer-state", self.optimizer_state, OPTIMIZER_STATES)
         _choice("--schedule", self.schedule, KINDS)
@@ -168,6 +177,15 @@ class FinetuneConfig:
             )
         except AdapterError as bad:
             raise ConfigError(f"the adapter's settings: {bad}") from None
+
+    @property
+    def held(self) -> str:
+        """How the base's weights are held, as load_model names it."""
+        if self.weights != "auto":
+            return self.weights
+        if self.method == "qlora":
+            return "nf4"
+        return "fp32" if self.method == "full" and self.dtype == "auto" else self.dtype
 
     @property
     def moments(self) -> str:

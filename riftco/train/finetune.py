@@ -275,12 +275,11 @@ def _schedule(config: FinetuneConfig, loader: Loader | StreamLoader | TokenLoade
 
 
 def _model(config: FinetuneConfig, device: torch.device, saved) -> tuple[Decoder, LoraSpec | None]:
-    weights = "fp32" if config.method == "full" and config.dtype == "auto" else config.dtype
     dtype = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype]
     model, _ = load_model(
         config.model,
-        weights="nf4" if config.method == "qlora" else weights,
-        dtype=dtype if config.method == "qlora" else None,
+        weights=config.held,
+        dtype=dtype if config.held in ("nf4", "packed") else None,
         device=device,
         activation_checkpointing=config.activation_checkpointing,
         with_tokenizer=False,

@@ -270,7 +270,7 @@ class Run:
             self.model.load_state_dict(load_file(folder / FULL_WEIGHTS), strict=False)
 
     def _base_weights(self) -> str | None:
-        return "nf4" if self.config.method == "qlora" else None
+        return self.config.held if self.config.held in ("nf4", "packed") else None
 
     def _best(self) -> int | None:
         return self.judged.best if self.config.keep_best else None

@@ -4,6 +4,7 @@ import pathlib
 import re
 
 from riftco.models.config import ARCHITECTURES
+from riftco.models.config_gguf import GGUF_ARCHITECTURES
 from riftco.models.gguf import TYPES
 
 PAGE = (pathlib.Path(__file__).parent.parent.parent / "docs" / "models.md").read_text()
@@ -18,4 +19,5 @@ def test_its_code_runs(tmp_path, monkeypatch):
 
 def test_it_names_what_is_accepted():
     assert f"tensors of {', '.join(TYPES)}." in PAGE.replace("\n  ", " ")
+    assert all(arch in PAGE for arch in GGUF_ARCHITECTURES)
     assert all(arch in PAGE.lower() for arch in ARCHITECTURES)
