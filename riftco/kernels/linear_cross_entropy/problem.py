@@ -5,7 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._contract import meaning
 from .._frozen_weight import DENSE, Base, arity
+
+__all__ = ["OPTIONS", "TENSORS", "Problem", "meaning"]
 
 TENSORS = (
     "Tensor x, Tensor weight, Tensor? absmax, Tensor target, Tensor? bias, Tensor? row_weight, Tensor? class_weight, "

@@ -4,11 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._contract import meaning
 from ..cross_entropy.spec import forward as losses_of
 from ..cross_entropy.spec import forward_backward, forward_backward_, lse_of
 from . import labels
-from .problem import Problem
+from .problem import Problem, meaning
 
 
 def forward(*arguments) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
