@@ -12,7 +12,7 @@ import time
 import torch
 from datasets import load_dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 import riftco
@@ -28,10 +28,9 @@ class Print(TrainerCallback):
 
 def smollm2(folder: pathlib.Path):
     """The model and its tokenizer as transformers has them."""
-    file = smollm2_path()
-    save_hf(load_model(file, weights="fp32", with_tokenizer=False)[0], folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model, AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    model, tokenizer = load_model(smollm2_path(), weights="fp32")
+    save_hf(model, folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tokenizer.hf
 
 
 parser = argparse.ArgumentParser(description=__doc__)

@@ -33,15 +33,16 @@ def read_head(head: nn.Module) -> Head | str:
     return found
 
 
-def _of_peft(head: nn.Module) -> Head | str | None:
+def _of_peft(head: Any) -> Head | str | None:
     """None: not a wrapper of PEFT's."""
     from peft.tuners.lora import Linear
     from peft.utils.other import ModulesToSaveWrapper
 
     if isinstance(head, ModulesToSaveWrapper):
         own = head.disable_adapters or not head.active_adapters
-        return read_head(head.original_module if own else head.modules_to_save[head.active_adapters[0]])
-    if type(head) is not Linear:
+        found: Any = head.original_module if own else head.modules_to_save[head.active_adapters[0]]
+        return read_head(found)
+    if own_class(head) is not Linear:
         return None
     if hooks_of(head):
         return "the head has hooks"

