@@ -1,5 +1,5 @@
-"""Every operator of PyTorch that riftco calls beside its shaders runs on Metal, as PyTorch's own list says, and none of
-its tensors there is float64, which Metal lacks.
+"""Every operator of PyTorch that riftco calls beside its shaders runs on Metal, as PyTorch's own list says; none of its
+tensors there is float64, which Metal lacks, and no op waits for a value on the host.
 """
 
 import functools
@@ -23,6 +23,7 @@ ROOMS = support.rooms()
 DEVICE = next(d for d in support.DEVICES if d.name == "mps-emulated")
 pytestmark = pytest.mark.skipif(not DEVICE.available, reason=f"mps-emulated: {DEVICE.why_not}")
 LIST = pathlib.Path(torchgen.__file__).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
+WAITING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::unique_consecutive")
 EVERYWHERE = ("CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 
 
@@ -49,11 +50,13 @@ def runs_on_metal(operator: str) -> bool:
 
 
 class Called(TorchDispatchMode):
-    """The operators called, composed ones as their parts, inside riftco's ops too; which of them saw float64 there."""
+    """The operators called, composed ones as their parts, inside riftco's ops too; which of them saw float64 there, and
+    which made the host wait: by a read value, or by a mask whose ones must be counted.
+    """
 
     def __init__(self):
         super().__init__()
-        self.operators, self.float64, self.inside = set(), set(), 0
+        self.operators, self.float64, self.waited, self.inside = set(), set(), set(), 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -75,12 +78,17 @@ class Called(TorchDispatchMode):
             isinstance(t, torch.Tensor) and t.dtype == torch.float64 for t in tree_leaves((args, out))
         ):
             self.float64.add(name)
+        indices = tree_leaves(args[1]) if name.startswith("aten::index") else ()
+        masks = any(getattr(t, "dtype", None) == torch.bool for t in indices)
+        if self.inside and (masks or name in WAITING):
+            self.waited.add(name)
         return out
 
 
 def check(called: Called) -> None:
     assert not {o for o in called.operators if not runs_on_metal(o)}
     assert not called.float64
+    assert not called.waited
     assert "riftco_mps::launch" in called.operators
 
 
@@ -124,5 +132,7 @@ def test_the_check_can_fail():
     called = Called()
     with called:
         called.inside = 1
-        torch.ones(2).double().sum()
+        float(torch.ones(2).double().sum())
+        torch.ones(2)[torch.tensor([True, False])]
     assert "aten::sum" in called.float64
+    assert called.waited == {"aten::_local_scalar_dense", "aten::index.Tensor"}
