@@ -68,7 +68,8 @@ def recomputed(h: Tensor) -> Iterator[None]:
     def pack(t: Tensor) -> Any:
         if t.device == device and t.dtype == dtype and t.untyped_storage()._cdata == at:
             return _Place(t.shape, t.stride(), int(t.storage_offset()))
-        return t if outer is None else _Packed(outer[0](t))
+        # detached: a layer that saves what it returns would hold itself through it, for ever where no backward comes
+        return t.detach() if outer is None else _Packed(outer[0](t))
 
     def unpack(saved: Any) -> Tensor:
         if isinstance(saved, _Place):

@@ -60,7 +60,7 @@ class _Saved:
     """What the graph holds in a saved tensor's place; it dies with the node."""
 
     def __init__(self, tensor: Tensor):
-        self.tensor = tensor
+        self.tensor = tensor.detach()  # a node that saves what it returns would hold itself through it
 
 
 class _Operators(TorchDispatchMode):

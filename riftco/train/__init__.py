@@ -8,6 +8,7 @@ from .loop import Trainer, current_progress
 from .metrics import Evaluation, Progress, RunReport, TrainingMetric
 from .offload import Offload
 from .schedule import Schedule
+from .scope import Scope
 from .step_graph import StepGraph
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Progress",
     "RunReport",
     "Schedule",
+    "Scope",
     "StepAbandoned",
     "StepGraph",
     "Trainer",

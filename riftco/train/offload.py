@@ -130,8 +130,8 @@ class Offload:
         if parked is None or parked.storage() is not storage:  # another storage may lie where one has died
             if not self._goes(t):
                 self.kept_bytes += 0 if storage._cdata in self._held else t.nbytes
-                return t
-            parked = self._send(t)
+                return t.detach()  # a node that saves what it returns would hold itself through it
+            parked = self._send(t.detach())
             self._known[key] = weakref.ref(parked)
             weakref.finalize(parked, self._died, key, parked.order, t.nbytes).atexit = False
         parked.uses += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -18,9 +18,9 @@ from torch import Tensor
 from ..data import Batch
 from ..data.geometry import Geometry
 from ..data.staging import FIELDS
-from ..models.held import all_held
 from .failures import diagnostic, out_of_memory
 from .state import random_state, set_random_state
+from .step_key import Layout, StepKey, step_key
 
 Compute = Callable[[Batch, Tensor], Tensor]  # forward and backward of a batch with this denominator; the loss
 
@@ -47,66 +47,6 @@ class Capture(Protocol):
 
     def __call__(self, run: Callable[[], Tensor], device: torch.device) -> Captured:
         """Record `run`, which may be run before for warming up. Raises CannotCapture."""
-
-
-@dataclass(frozen=True)
-class StepKey:
-    """What a captured step depends on besides the numbers in its inputs.
-
-    Attributes:
-        tokens: how many, the longest document, and the dtypes of ids and offsets.
-        memberships: where each document begins and ends.
-        attention: the implementation.
-        labelled: how many rows carry a label.
-        labels: which of weights and several labels there are, with their dtypes and widths.
-        checkpointing: of activations.
-        numerics: dropout on or off, autocast, deterministic algorithms, precision of float32 products.
-        trainable, frozen: identity and layout of every tensor that the model holds.
-        optimizer: its kind and its groups' parameters.
-    """
-
-    tokens: tuple[Any, ...]
-    memberships: tuple[int, ...]
-    attention: str
-    labelled: int
-    labels: tuple[Any, ...]
-    checkpointing: str
-    numerics: tuple[Any, ...]
-    trainable: tuple[Any, ...]
-    frozen: tuple[Any, ...]
-    optimizer: tuple[Any, ...]
-
-    def differs(self, other: StepKey) -> str:
-        """The names of the fields that are not equal."""
-        return ", ".join(f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name))
-
-
-def step_key(batch: Batch, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> StepKey:
-    """The key of a micro-batch that still lies on the host."""
-    extra = (getattr(batch, name) for name in ("row_weight", "topk_ids", "topk_weights"))
-    groups = (tuple(p.data_ptr() for p in group["params"]) for group in optimizer.param_groups)
-    held = list(all_held(model))
-    return StepKey(
-        tokens=(batch.physical_tokens, batch.max_seqlen, batch.input_ids.dtype, batch.cu_seqlens.dtype),
-        memberships=tuple(batch.cu_seqlens.tolist()),
-        attention=getattr(model, "attention", ""),
-        labelled=batch.n_labelled,
-        labels=(batch.target.dtype, *(None if t is None else (t.dtype, *t.shape[1:]) for t in extra)),
-        checkpointing=getattr(model, "activation_checkpointing", ""),
-        numerics=(
-            model.training,
-            torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
-            torch.are_deterministic_algorithms_enabled(),
-            torch.get_float32_matmul_precision(),
-        ),
-        trainable=tuple(_layout(t) for t in held if t.requires_grad),
-        frozen=tuple(_layout(t) for t in held if not t.requires_grad),
-        optimizer=(type(optimizer).__name__, getattr(optimizer, "form", ""), *groups),
-    )
-
-
-def _layout(t: Tensor) -> tuple[Any, ...]:
-    return t.data_ptr(), t.dtype, t.shape, t.stride()
 
 
 class StepGraph:
@@ -138,6 +78,7 @@ class StepGraph:
         self._capture = capture or CudaCapture()
         self._entry: _Entry | None = None
         self._last: StepKey | None = None
+        self._layout: Layout | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.off = ""
         self.captured = self.replayed = self.eager = 0
@@ -160,7 +101,9 @@ class StepGraph:
             self._turn_off(why)
         if self.off:
             return self._eagerly(there, denominator, compute)
-        key = step_key(batch, self.model, self.optimizer, device)
+        if self._layout is None or not self._layout.same(self.model, self.optimizer):
+            self._layout = Layout(self.model, self.optimizer)
+        key = step_key(batch, self.model, self._layout, device)
         if self._entry is not None and self._entry.key != key:
             self.drop(f"other {key.differs(self._entry.key)}")
         if self._entry is None:

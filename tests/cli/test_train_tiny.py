@@ -95,3 +95,18 @@ def test_xla_has_an_optimizer_of_the_same_shape():
     norm, scale = tiny.ClippedAdamW([p], lr=0.1, weight_decay=0.0).step()
     assert (float(norm), float(scale)) == pytest.approx((10.0, 0.1), rel=1e-5)
     assert p.detach().tolist() == pytest.approx([2.9, 3.9], rel=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("replay", REPLAY)
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_a_replayed_step_learns_what_an_eager_one_does(riftco, method, replay):
+    losses = []
+    for more in ((), ("--step-graph",)):
+        options = ("--backend", "cuda", "--steps", 24, "--method", method, "--activation-checkpointing", replay)
+        result = riftco("train-tiny", *options, *more, "--log-json")
+        steps, (before, after) = reports(result)
+        assert after < 0.6 * before
+        losses.append([s["loss"] for s in steps])
+    assert "step graph: 23 micro-batches replayed of 1 captures, 1 eager" in result.stdout
+    assert losses[1] == losses[0]

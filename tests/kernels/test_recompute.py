@@ -157,3 +157,14 @@ def test_errors():
     for h in (x, x * 2, total):
         with pytest.raises(ValueError, match="must come from swiglu"), recomputed(h):
             pass
+
+
+def test_a_graph_without_a_backward_dies_with_its_last_name():
+    """A layer that saves what it returns must not hold itself through the block's hooks."""
+    gate = torch.randn(3, 8, requires_grad=True)
+    h = swiglu(gate, gate)
+    with recomputed(h):
+        out = torch.tanh(h * 1)
+    seen = weakref.ref(out.untyped_storage())
+    del h, out
+    assert seen() is None

@@ -35,18 +35,35 @@ def weights(made):
 
 
 class Starved:
-    """Within the block the process may hold only `spare` bytes more than it holds now."""
+    """Within the block the process may take only `spare` bytes more than it holds now.
+
+    What the allocator has reserved and not given out would serve as well: it is filled first, in pieces of its large
+    and of its small blocks.
+    """
 
     def __init__(self, spare):
-        self.spare = spare
+        self.spare, self.filler = spare, []
 
     def __enter__(self):
+        torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        whole = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + self.spare) / whole)
+        self.limit(0)
+        for piece in (8 << 20, 2 << 20, 256 << 10, 512):
+            try:
+                while True:
+                    self.filler.append(torch.empty(piece, dtype=torch.uint8, device="cuda"))
+            except torch.OutOfMemoryError:
+                pass
+        self.limit(self.spare)
 
     def __exit__(self, *exc):
         torch.cuda.set_per_process_memory_fraction(1.0)
+        self.filler.clear()
+
+    @staticmethod
+    def limit(more):
+        whole = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved() + more) / whole))
 
 
 def test_memory_that_really_runs_out_drops_the_step():

@@ -214,6 +214,18 @@ def test_an_error_in_the_forward_leaves_no_hooks(deep):
     assert not made._lanes.log and not made._leaving
 
 
+@pytest.mark.parametrize("smallest", [1, 1 << 30], ids=["offloaded", "kept"])
+def test_a_graph_without_a_backward_dies_with_its_last_name(smallest):
+    """tanh saves what it returns: through a hook it could hold itself, where no garbage collector looks."""
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    made = Offload(nn.Identity(), "cpu", smallest=smallest, lanes=Recorded())
+    with made:
+        y = torch.tanh(x * 1)
+    seen = weakref.ref(y.untyped_storage())
+    del y
+    assert seen() is None
+
+
 CONFIG = DecoderConfig("llama", 61, 32, 48, 2, 4, 2, 8, 64, Rope(8, 1e4))
 
 

@@ -4,20 +4,18 @@ On a CPU a stand-in records the work and does it again on the buffers that it wa
 hook of any module called.
 """
 
-import dataclasses
-
 import pytest
 import torch
-from train.tiny import VOCABULARY, TinyModel, parts
+from train.tiny import VOCABULARY, packed, parts
 
 from riftco.adapters import LoraSpec, apply_lora
-from riftco.data import Example, Loader, TokenArrays, TokenLoader, pack
+from riftco.data import Example, Loader, TokenArrays, TokenLoader
 from riftco.models import Decoder, DecoderConfig
 from riftco.models.generation import generate_tokens
 from riftco.models.rotary import Rope
 from riftco.optim import Adam
 from riftco.train import Schedule, StepAbandoned, Trainer, TrainerPoisoned, evaluate
-from riftco.train.step_graph import CannotCapture, CudaCapture, StepGraph, step_key
+from riftco.train.step_graph import CannotCapture, CudaCapture, StepGraph
 
 
 class Recorded:
@@ -153,65 +151,6 @@ def test_micro_batches_that_are_captured_and_eager_ones_accumulate_together():
     assert (graph.captured, graph.replayed, graph.eager) == (4, 4, 8)
     assert dict(graph.drops) == {"other tokens, memberships, labelled": 4}
     assert all(c.resets == 1 for c in made.captures)
-
-
-def packed(lengths, weight=1.0):
-    return pack([Example(tuple(range(n + 1)), (0.0, *[weight] * n), line=1) for n in lengths])
-
-
-def key_of(batch=None, *, model=None, optimizer=None):
-    model = model or TinyModel()
-    optimizer = optimizer or torch.optim.AdamW(model.parameters())
-    return step_key(batch or packed([4, 6]), model, optimizer, torch.device("cpu"))
-
-
-def test_the_key():
-    model = Decoder(DecoderConfig("llama", 32, 16, 24, 2, 2, 1, 8, 64, Rope(8, 1e4)))
-    apply_lora(model, LoraSpec(rank=2))
-    optimizer = Adam([p for p in model.parameters() if p.requires_grad])
-
-    def now(batch=None):
-        return key_of(batch, model=model, optimizer=optimizer)
-
-    first = now()
-    assert first == now() and first.differs(now()) == ""
-    hash(first)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        first.labelled = 3
-    assert first.differs(now(packed([6, 4]))) == "memberships"
-    assert first.differs(now(packed([5, 6]))) == "tokens, memberships, labelled"
-    half = packed([4, 6])
-    fewer = dataclasses.replace(half, n_labelled=9)
-    assert first.differs(now(fewer)) == "labelled"
-    assert first.differs(now(packed([4, 6], weight=0.5))) == "labels"
-    assert first.differs(now(dataclasses.replace(half, input_ids=half.input_ids.int()))) == "tokens"
-    model.attention = "materialized"
-    assert first.differs(now()) == "attention"
-    model.attention, model.activation_checkpointing = "flash", "block"
-    assert first.differs(now()) == "checkpointing"
-    model.activation_checkpointing = "disabled"
-    model.eval()
-    assert first.differs(now()) == "numerics"
-    model.train()
-    with torch.autocast("cpu"):
-        assert first.differs(now()) == "numerics"
-    layer = model.model.layers[0].mlp.up_proj
-    layer.lora_A.weight.requires_grad_(False)
-    assert first.differs(now()) == "trainable, frozen"
-    layer.lora_A.weight.requires_grad_(True)
-    assert first == now()
-    held = layer.lora_A.weight.data
-    layer.lora_A.weight.data = held.clone()
-    assert "trainable" in first.differs(now()), "a parameter that lies elsewhere"
-    layer.lora_A.weight.data = held
-    base = model.model.norm.weight.data
-    model.model.norm.weight.data = base.clone()
-    assert first.differs(now()) == "frozen"
-    model.model.norm.weight.data = base
-    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
-    assert first.differs(now()) == "optimizer"
-    optimizer = Adam([p for p in model.parameters() if p.requires_grad], state="paged")
-    assert first.differs(now()) == "optimizer"
 
 
 def dropped(made, why, before=1):

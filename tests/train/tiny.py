@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from riftco.data import Example, Loader
+from riftco.data import Example, Loader, pack
 
 VOCABULARY = 13
 
@@ -67,3 +67,8 @@ def parts(*, dropout=0.0, tokens=20, seed=0, epochs=None, data=None, clip=1.0, l
     model = TinyModel(dropout=dropout)
     optimizer = ClippedAdamW(model.parameters(), gradient_clip=clip, lr=lr, weight_decay=0.0)
     return model, optimizer, Loader(data or examples(), tokens, seed, epochs)
+
+
+def packed(lengths, weight=1.0):
+    """One micro-batch of documents of so many rows."""
+    return pack([Example(tuple(range(n + 1)), (0.0, *[weight] * n), line=1) for n in lengths])

@@ -1,0 +1,204 @@
+"""A training step eager, as a replayed CUDA graph and with compiled blocks: time, host time and peak memory.
+
+`python bench/step_graph.py` measures a small model's full step and an 8B-shaped QLoRA step with few layers. Before
+anything is timed, each variant's losses over the same steps are compared with the eager ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import gc
+import pathlib
+import sys
+import time
+import unittest.mock
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..adapters import LoraSpec, apply_lora
+from ..data import TokenArrays, TokenLoader
+from ..models import Decoder, DecoderConfig
+from ..nn import NF4Linear
+from ..optim import Adam
+from ..train import Schedule, StepGraph, Trainer
+from ..train.step_graph import CudaCapture
+from . import timing
+from .e2e import SIZES
+from .machine import machine_columns, reason_of
+
+# name -> (shape, method, rows, tokens of a row)
+STEPS: dict[str, tuple[dict[str, Any], str, int, int]] = {
+    "tiny": (SIZES["tiny"], "full", 2, 32),
+    "small": ({**SIZES["smollm2-135m"], "num_hidden_layers": 8}, "full", 4, 128),
+    "8b-4-layers": ({**SIZES["8b"], "num_hidden_layers": 4}, "qlora", 2, 2048),
+}
+VARIANTS = ("eager", "step graph", "compiled blocks")
+RATE = 1e-4
+CHECKED = 6  # steps whose losses are compared; a graph replays from the third on
+COLUMNS = (
+    "step", "variant", "status", "why", "median_ms", "p10_ms", "p90_ms", "host_ms", "tokens_s", "steps", "peak_gib",
+    "pool_gib", "off_by", "dtype", "device", "machine", "date", "commit", "torch", "triton", "threads",
+)  # fmt: skip
+
+
+class Wrong(Exception):
+    """A variant whose losses are not the eager ones is not timed."""
+
+
+def trainer(step: str, variant: str, dtype: torch.dtype, device: str, steps: int) -> Trainer:
+    """The same weights and batches for every variant."""
+    shape, method, rows, length = STEPS[step]
+    torch.manual_seed(0)
+    config = DecoderConfig.from_hf(shape)
+    with torch.device(device):
+        model = Decoder(config).to(dtype)
+    if method == "qlora":
+        for name, layer in [*model.model.layers.named_modules()]:
+            if isinstance(layer, torch.nn.Linear):
+                parent, _, leaf = name.rpartition(".")
+                setattr(model.model.layers.get_submodule(parent), leaf, NF4Linear.from_linear(layer))
+        apply_lora(model, LoraSpec(rank=16, alpha=32), seed=0)
+    if variant == "compiled blocks":
+        for block in model.model.layers:
+            block.compile()
+    optimizer = Adam([p for p in model.parameters() if p.requires_grad], lr=RATE, gradient_clip=1.0)
+    corpus = np.random.default_rng(0).integers(0, config.vocab_size, 8 * rows * length, dtype=np.int64)
+    source = TokenLoader(TokenArrays(corpus), rows * length, 0, context=length)
+    graph = StepGraph(model, optimizer, note=lambda text: None) if variant == "step graph" else None
+    schedule = Schedule(RATE, steps, "constant")
+    return Trainer(model, optimizer, source, schedule, device=device, step_graph=graph)
+
+
+def measure(step: str, variant: str, options, dtype: torch.dtype, want: list[float] | None) -> dict[str, Any]:
+    """The row of one variant. Raises Wrong where its losses are not `want`."""
+    device = options.device
+    made = trainer(step, variant, dtype, device, CHECKED + 1 + 2 * options.steps)
+    losses = [m.loss for m in made.run(CHECKED).metrics]
+    if made.step_graph is not None and not made.step_graph.replayed:
+        raise Wrong(made.step_graph.summary())
+    off_by = max(abs(a - b) / abs(b) for a, b in zip(losses, want or losses, strict=True))
+    most = 0.0 if variant == "step graph" else 2e-2 if dtype == torch.bfloat16 else 1e-4
+    if not off_by <= most:
+        raise Wrong(f"its losses are off by {off_by:.1e} from the eager ones; {most:g} is accepted")
+    peak = timing.peak_bytes(lambda: made.run(1), device) + held(device)
+    samples = []
+    for _ in range(options.steps):
+        wait(device)
+        start = time.perf_counter()
+        made.run(1)
+        wait(device)
+        samples.append(1e3 * (time.perf_counter() - start))
+    hosts = [host_ms(made, device) for _ in range(options.steps)]
+    t, (_, _, rows, length) = timing.summary(samples), STEPS[step]
+    return {
+        "status": "ok", "median_ms": t.median_ms, "p10_ms": t.p10_ms, "p90_ms": t.p90_ms, "steps": t.launches,
+        "host_ms": timing.summary(hosts).median_ms, "tokens_s": 1e3 * rows * length / t.median_ms,
+        "peak_gib": peak / 2**30, "off_by": off_by, "losses": losses,
+        "pool_gib": made.step_graph.pool_bytes / 2**30 if made.step_graph is not None else 0.0,
+    }  # fmt: skip
+
+
+def host_ms(made: Trainer, device: str) -> float:
+    """What the host takes to queue forward and backward: a graph's is one launch and its key."""
+    seconds = 0.0
+    real = made._micro_batch
+
+    def timed(*args):
+        nonlocal seconds
+        wait(device)
+        start = time.perf_counter()
+        loss = real(*args)
+        seconds += time.perf_counter() - start
+        return loss
+
+    with unittest.mock.patch.object(made, "_micro_batch", timed):
+        made.run(1)
+    return 1e3 * seconds
+
+
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def held(device: str) -> int:
+    """Weights, optimizer state and a graph's pool, which a step's own peak does not count."""
+    return torch.cuda.memory_allocated() if device == "cuda" else 0
+
+
+def run(options, write: Callable[[dict], None]) -> int:
+    """All steps and variants; returns the exit status."""
+    device = options.device
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    common = {"dtype": str(dtype).removeprefix("torch."), "device": device, **machine_columns(device)}
+    print(", ".join(f"{k} {v}" for k, v in common.items()))
+    status = 0
+    for step in options.only or [name for name in STEPS if name != "tiny"]:
+        want: list[float] | None = None
+        for variant in options.variants or VARIANTS:
+            row: dict[str, Any]
+            try:
+                if variant == "step graph" and (why := CudaCapture().why_not(torch.device(device))):
+                    row = {"status": "missing", "why": why}
+                elif variant != "eager" and want is None:
+                    row = {"status": "missing", "why": "there are no eager losses to compare with"}
+                else:
+                    row = measure(step, variant, options, dtype, want)
+                    want = want or row["losses"]
+            except Wrong as wrong:
+                row = {"status": "wrong", "why": str(wrong)}
+            except Exception as failed:  # out of memory, for one; reported with its reason
+                row = {"status": "failed", "why": reason_of(failed)}
+            gc.collect()
+            if device == "cuda":
+                torch.cuda.empty_cache()
+            print(show(step, variant, row), flush=True)
+            write({**common, "step": step, "variant": variant, **{k: v for k, v in row.items() if k in COLUMNS}})
+            expected = variant == "eager" or (variant == "step graph" and device == "cuda")
+            status |= int(expected and row["status"] != "ok")
+    return status
+
+
+def show(step: str, variant: str, row: dict[str, Any]) -> str:
+    if row["status"] != "ok":
+        return f"  {step:12s} {variant:16s} {row['status']:>8s}  {row['why']}"
+    return (
+        f"  {step:12s} {variant:16s} step {row['median_ms']:.2f} ms ({row['p10_ms']:.2f}-{row['p90_ms']:.2f})  "
+        f"host {row['host_ms']:.2f} ms  {row['tokens_s']:.0f} tokens/s  peak {row['peak_gib']:.2f} GiB  "
+        f"pool {row['pool_gib']:.2f} GiB  losses off by {row['off_by']:.1e}"
+    )
+
+
+def main(argv: list[str] | None = None, folder: str | pathlib.Path = "bench-results") -> int:
+    """The command; returns the exit status, 1 where a step of riftco is wrong or fails."""
+    p = argparse.ArgumentParser(prog="step_graph", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p.add_argument("--only", nargs="*", choices=list(STEPS), help="these steps")
+    p.add_argument("--variants", nargs="*", choices=VARIANTS, help="these variants; eager comes first")
+    p.add_argument("--steps", type=int, default=20, help="timed steps")
+    p.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--out", type=pathlib.Path, help="CSV, appended to; default <folder>/<date>-step_graph-<device>.csv")
+    options = p.parse_args(argv)
+    out = options.out or pathlib.Path(folder) / f"{datetime.date.today()}-step_graph-{options.device}.csv"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    fresh = not out.exists()
+    with out.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        if fresh:
+            writer.writeheader()
+
+        def write(row: dict) -> None:
+            writer.writerow(row)
+            file.flush()
+
+        status = run(options, write)
+    print(f"written to {out}")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""What a captured step depends on: the geometry of its micro-batch, the run's choices, and every tensor's place."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..data import Batch
+from ..models.held import all_held, held_beside_parameters
+
+
+@dataclass(frozen=True)
+class StepKey:
+    """What a captured step depends on besides the numbers in its inputs.
+
+    Attributes:
+        tokens: how many, the longest document, and the dtypes of ids and offsets.
+        memberships: where each document begins and ends.
+        attention: the implementation.
+        labelled: how many rows carry a label.
+        labels: which of weights and several labels there are, with their dtypes and widths.
+        checkpointing: of activations.
+        numerics: dropout on or off, autocast, deterministic algorithms, precision of float32 products.
+        trainable, frozen: identity and layout of every tensor that the model holds.
+        optimizer: its kind and its groups' parameters.
+    """
+
+    tokens: tuple[Any, ...]
+    memberships: tuple[int, ...]
+    attention: str
+    labelled: int
+    labels: tuple[Any, ...]
+    checkpointing: str
+    numerics: tuple[Any, ...]
+    trainable: tuple[Any, ...]
+    frozen: tuple[Any, ...]
+    optimizer: tuple[Any, ...]
+
+    def differs(self, other: StepKey) -> str:
+        """The names of the fields that are not equal."""
+        return ", ".join(f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name))
+
+
+class Layout:
+    """The identity and place of what model and optimizer hold. Making it walks everything; `same` is a glance.
+
+    Attributes:
+        trainable, frozen, optimizer: fields of StepKey.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
+        held = list(all_held(model))
+        groups = [group["params"] for group in optimizer.param_groups]
+        self.trainable = tuple(_layout(t) for t in held if t.requires_grad)
+        self.frozen = tuple(_layout(t) for t in held if not t.requires_grad)
+        places = (tuple(p.data_ptr() for p in group) for group in groups)
+        self.optimizer = (type(optimizer).__name__, getattr(optimizer, "form", ""), *places)
+        self._model, self._of = model, optimizer
+        tensors = [*held, *(p for group in groups for p in group)]
+        self._tensors = [(t, t.data_ptr(), t.requires_grad) for t in tensors]
+        self._slots: list[tuple[Any, tuple[Any, ...]]] = []  # a container, and what is in it
+        self._attributes: list[tuple[dict[str, Any], str, Any]] = []
+        for module in model.modules():
+            for inside in (module._modules, module._parameters, module._buffers):
+                self._slots.append((inside, tuple(inside.values())))
+            plain = (name for name in held_beside_parameters(module) if name not in module._buffers)
+            self._attributes += ((vars(module), name, vars(module)[name]) for name in plain)
+        self._groups = [(group, tuple(group)) for group in groups]
+
+    def same(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether everything is where it was."""
+        if model is not self._model or optimizer is not self._of or len(optimizer.param_groups) != len(self._groups):
+            return False
+        return (
+            all(_is(inside.values(), before) for inside, before in self._slots)
+            and all(_is(group, before) for group, before in self._groups)
+            and all(attributes.get(name) is value for attributes, name, value in self._attributes)
+            and all(t.data_ptr() == at and t.requires_grad == needs for t, at, needs in self._tensors)
+        )
+
+
+def _is(values: Any, before: tuple[Any, ...]) -> bool:
+    return len(values) == len(before) and all(map(operator.is_, values, before))
+
+
+def _layout(t: Tensor) -> tuple[Any, ...]:
+    return t.data_ptr(), t.dtype, t.shape, t.stride()
+
+
+def step_key(batch: Batch, model: torch.nn.Module, layout: Layout, device: torch.device) -> StepKey:
+    """The key of a micro-batch that still lies on the host."""
+    extra = (getattr(batch, name) for name in ("row_weight", "topk_ids", "topk_weights"))
+    return StepKey(
+        tokens=(batch.physical_tokens, batch.max_seqlen, batch.input_ids.dtype, batch.cu_seqlens.dtype),
+        memberships=tuple(batch.cu_seqlens.tolist()),
+        attention=getattr(model, "attention", ""),
+        labelled=batch.n_labelled,
+        labels=(batch.target.dtype, *(None if t is None else (t.dtype, *t.shape[1:]) for t in extra)),
+        checkpointing=getattr(model, "activation_checkpointing", ""),
+        numerics=(
+            model.training,
+            torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_float32_matmul_precision(),
+        ),
+        trainable=layout.trainable,
+        frozen=layout.frozen,
+        optimizer=layout.optimizer,
+    )
