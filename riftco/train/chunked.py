@@ -11,14 +11,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..data import Batch
 from ..functional import Cache, attention_with_cache
-from ..models import Decoder
+from ..models import Decoder, KVCache
 from ..models.decoder import too_long
 from .state import random_state, set_random_state
 
@@ -41,6 +41,20 @@ class WalkResult:
     adjoint_bytes: int
 
 
+class Rows(NamedTuple):
+    """Keys and values of rows, [n, K, D] a layer."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+
+    @property
+    def count(self) -> int:
+        return len(self.keys[0])
+
+    def first(self, n: int) -> Rows:
+        return Rows([t[:n] for t in self.keys], [t[:n] for t in self.values])
+
+
 class _Reading:
     """Attention of new rows that are written into the cache: serving."""
 
@@ -60,11 +74,21 @@ class _Reading:
 class _Run:
     """Keys, values and adjoints [run, K, D] of every layer, and the attention of one chunk at a time.
 
-    The cached prefix is a constant. While `filling` a chunk's rows are stored; else they are recorded, and the rows
-    before the chunk become leaves that receive what it puts on them.
+    The cached prefix is a constant, and so are the rows `before` the run that no cache holds. While `filling` a chunk's
+    rows are stored; else they are recorded, and the rows before the chunk become leaves that receive what it puts on
+    them.
     """
 
-    def __init__(self, model: Decoder, run: int, cache: Cache | None, slot: int, prefix: int, reach: int):
+    def __init__(
+        self,
+        model: Decoder,
+        run: int,
+        cache: Cache | KVCache | None,
+        slot: int,
+        prefix: int,
+        reach: int,
+        before: Rows | None = None,
+    ):
         config, device = model.config, model.device
         shape = (run, config.num_kv_heads, config.head_dim)
         n = config.num_layers
@@ -75,8 +99,9 @@ class _Run:
         accumulator = torch.promote_types(model.dtype, torch.float32)
         self.keys, self.values = rows(model.dtype), rows(model.dtype)
         self.d_keys, self.d_values = rows(accumulator), rows(accumulator)
-        self.shared = cache is None  # without a prefix one layer of a cache that nobody reads stands for all
+        # without a prefix one layer of a cache that nobody reads stands for all
         self.cache = cache or Cache.allocate(1, 1, 1, *shape[1:], dtype="float32", device=device)
+        self.shared, self.before = cache is None, before
         self.slots, self.positions = torch.tensor([[slot], [prefix]], device=device).unbind()
         self.run, self.filling, self.reach = run, False, reach
         self.begin((0, 0))
@@ -91,7 +116,8 @@ class _Run:
         device = self.slots.device
         self.start, self.end = chunk
         self.cu_q = torch.tensor([0, self.end - self.start], dtype=torch.int32, device=device)
-        self.cu_k = torch.tensor([0, self.end], dtype=torch.int32, device=device)
+        known = self.before.count if self.before else 0
+        self.cu_k = torch.tensor([0, known + self.end], dtype=torch.int32, device=device)
         self.own: dict[int, tuple[Tensor, Tensor]] = {}
         self.taps: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -108,12 +134,21 @@ class _Run:
                 self.taps[layer] = tuple(t.detach().requires_grad_() for t in before)  # type: ignore[assignment]
             tap_k, tap_v = self.taps[layer]
             k_new, v_new = torch.cat([tap_k, k[0]]), torch.cat([tap_v, v[0]])
+        if self.before:
+            k_new = torch.cat([self.before.keys[layer], k_new])
+            v_new = torch.cat([self.before.values[layer], v_new])
+        cache, place = self._place(layer)
         out = attention_with_cache(
-            q[0], k_new, v_new, self.cache, 0 if self.shared else layer, self.slots, self.positions,
+            q[0], k_new, v_new, cache, place, self.slots, self.positions,
             cu_seqlens_q=self.cu_q, cu_seqlens_k=self.cu_k, max_seqlen_q=self.end - self.start, **how,
         )  # fmt: skip
         assert isinstance(out, Tensor)
         return out[None]
+
+    def _place(self, layer: int) -> tuple[Cache, int]:
+        if isinstance(self.cache, KVCache):
+            return self.cache.layer(layer)
+        return self.cache, 0 if self.shared else layer
 
     def surrogate(self) -> tuple[list[Tensor], list[Tensor]]:
         """The chunk's own rows, and what later chunks put on them: roots of its backward beside the loss."""
@@ -141,9 +176,10 @@ def walk(
     chunk: int,
     row_weight: Tensor | None = None,
     denominator: int | None = None,
-    cache: Cache | None = None,
+    cache: Cache | KVCache | None = None,
     slot: int = 0,
     prefix: int = 0,
+    before: Rows | None = None,
     recompute: bool = False,
     budget_bytes: int | None = None,
 ) -> WalkResult:
@@ -157,7 +193,8 @@ def walk(
         row_weight: float32 [T], scales a row's loss.
         denominator: what the summed loss is divided by; the number of labels by default.
         cache, slot, prefix: what was read before the run: `prefix` rows of a slot of a cache of any dtype and layout,
-            as `read` leaves them. Constants; the cache is not written.
+            as `read` or the model leaves them. Constants; the cache is not written.
+        before: rows between the prefix and the run that no cache holds, as `rows_of` makes them; constants too.
         recompute: also run each block again in the backward, so that a chunk's graph is one block's.
         budget_bytes: the most that the run's keys, values and adjoints may take.
 
@@ -166,7 +203,8 @@ def walk(
 
     Source: the recurrences of the KV cache unrolled by chunks, as in truncated backpropagation, but not truncated.
     """
-    _check(model, input_ids, target, row_weight, chunk, cache, prefix)
+    first = prefix + (before.count if before else 0)  # the position of the run's first row
+    _check(model, input_ids, target, row_weight, chunk, cache, prefix, first)
     labelled = (target >= 0).nonzero().flatten().tolist()
     if not labelled:
         raise ValueError("walk: the run carries no label")
@@ -177,22 +215,16 @@ def walk(
             f"walk: the keys, values and adjoints of a run of {length} tokens (the reply) take {need} bytes, more than "
             f"the {budget_bytes} allowed; they grow with the reply alone: train a shorter one, or allow more"
         )
-    chunks, denominator = chunks_of(length, chunk), denominator or len(labelled)
-    run = _Run(model, length, cache, slot, prefix, len(input_ids) if cache is None else cache.window)
-    states = []
-    run.filling = True
-    with torch.no_grad():
-        for span in chunks[:-1]:  # nobody reads the last chunk's rows
-            states.append(random_state(model.device))
-            run.begin(span)
-            _hidden(model, input_ids, span, prefix, run, False)
+    chunks = chunks_of(length, chunk)
+    run = _Run(model, length, cache, slot, prefix, len(input_ids) if cache is None else cache.window, before)
+    states = _fill(model, input_ids, run, chunks[:-1], first)  # nobody reads the last chunk's rows
     states.append(random_state(model.device))
     run.filling = False
     total, after = torch.zeros((), device=model.device), None
     for span, state in zip(reversed(chunks), reversed(states)):
         set_random_state(state, model.device)  # dropout falls on what it fell on
         total += _backward(
-            model, input_ids, target, row_weight, denominator or len(labelled), span, prefix, run, recompute
+            model, input_ids, target, row_weight, denominator or len(labelled), span, first, run, recompute
         )
         after = after or random_state(model.device)
     assert after is not None
@@ -200,11 +232,39 @@ def walk(
     return WalkResult(total, len(labelled), len(chunks), run.bytes)
 
 
-def _backward(model, input_ids, target, row_weight, denominator, span: Span, prefix, run: _Run, recompute) -> Tensor:
+def _fill(model: Decoder, ids: Tensor, run: _Run, chunks: list[Span], first: int) -> list[dict[str, Tensor]]:
+    """Store the rows of these chunks; the generators' state before each."""
+    states = []
+    run.filling = True
+    with torch.no_grad():
+        for span in chunks:
+            states.append(random_state(model.device))
+            run.begin(span)
+            _hidden(model, ids, span, first, run, False)
+    return states
+
+
+def rows_of(
+    model: Decoder,
+    input_ids: Tensor,
+    *,
+    chunk: int,
+    cache: Cache | KVCache | None = None,
+    slot: int = 0,
+    prefix: int = 0,
+) -> Rows:
+    """The keys and values that tokens [T] have behind `prefix` cached rows, without writing them into the cache."""
+    _check(model, input_ids, None, None, chunk, cache, prefix, prefix)
+    run = _Run(model, len(input_ids), cache, slot, prefix, len(input_ids) if cache is None else cache.window)
+    _fill(model, input_ids, run, chunks_of(len(input_ids), chunk), prefix)
+    return Rows(run.keys, run.values)
+
+
+def _backward(model, input_ids, target, row_weight, denominator, span: Span, first, run: _Run, recompute) -> Tensor:
     """One chunk with a graph: its share of the loss."""
     start, end = span
     run.begin(span)
-    hidden = _hidden(model, input_ids, span, prefix, run, recompute)
+    hidden = _hidden(model, input_ids, span, first, run, recompute)
     loss = None
     if bool((target[start:end] >= 0).any()):
         loss = model.head_loss(
@@ -222,16 +282,16 @@ def _backward(model, input_ids, target, row_weight, denominator, span: Span, pre
     return torch.zeros((), device=hidden.device) if loss is None else loss.detach().float()
 
 
-def _hidden(model: Decoder, ids: Tensor, span: Span, prefix: int, attends: _Run | _Reading, recompute: bool) -> Tensor:
+def _hidden(model: Decoder, ids: Tensor, span: Span, first: int, attends: _Run | _Reading, recompute: bool) -> Tensor:
     start, end = span
-    positions = torch.arange(prefix + start, prefix + end, device=ids.device)
+    positions = torch.arange(first + start, first + end, device=ids.device)
     mode = "block" if recompute else "disabled"
     return model.run(ids[None, start:end], positions, attends.reach, None, attends, checkpointing=mode)
 
 
 def read(model: Decoder, input_ids: Tensor, cache: Cache, *, slot: int = 0, start: int = 0, chunk: int = 512) -> None:
     """Read tokens [T] into a slot of a cache from row `start` on, without gradients."""
-    _check(model, input_ids, None, None, chunk, cache, start)
+    _check(model, input_ids, None, None, chunk, cache, start, start)
     if start + len(input_ids) > cache.window:
         raise ValueError(f"read: {len(input_ids)} rows after {start} do not fit a window of {cache.window}")
     with torch.no_grad():
@@ -302,7 +362,7 @@ def adjoint_bytes(model: Decoder, run: int) -> int:
     return 2 * config.num_layers * run * config.num_kv_heads * config.head_dim * (stored + max(stored, 4))
 
 
-def _check(model, ids, target, weight, chunk, cache, prefix) -> None:
+def _check(model, ids, target, weight, chunk, cache, prefix, first) -> None:
     for name, t in (("input_ids", ids), ("target", target), ("row_weight", weight)):
         if t is not None and (t.dim() != 1 or t.shape != ids.shape or not len(t)):
             raise ValueError(f"walk: {name} must be one row [T], not empty; got {tuple(t.shape)}")
@@ -310,5 +370,5 @@ def _check(model, ids, target, weight, chunk, cache, prefix) -> None:
         raise ValueError(f"walk: a chunk has 1 row or more; got {chunk}")
     if prefix < 0 or (prefix and cache is None) or (cache is not None and prefix > cache.window):
         raise ValueError(f"walk: a prefix of {prefix} rows needs a cache that holds it")
-    if prefix + len(ids) > model.config.max_position_embeddings:
-        raise ValueError(f"walk: {too_long(prefix + len(ids), model.config)}")
+    if first + len(ids) > model.config.max_position_embeddings:
+        raise ValueError(f"walk: {too_long(first + len(ids), model.config)}")

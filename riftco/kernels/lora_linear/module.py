@@ -21,8 +21,10 @@ class LoRALinear(nn.Module):
 
     `lora_A.weight` [R, C] starts as Kaiming uniform (a = sqrt(5)), `lora_B.weight` [N, R] as zeros, so that y starts as
     base(x). scale is alpha / rank, or alpha / sqrt(rank) with `use_rslora`. Adapters are float32 unless `dtype` says
-    otherwise, whatever the base's dtype. With `use_dora`, `lora_magnitude_vector` [N] starts as the norm of each row of
-    the base's weight. State keys: base_layer.*, lora_A.weight, lora_B.weight, lora_magnitude_vector, as in PEFT files.
+    otherwise, whatever the base's dtype, and on the base's device unless `device` says otherwise ("meta": nothing is
+    allocated or drawn, for weights that are set afterwards). With `use_dora`, `lora_magnitude_vector` [N] starts as the
+    norm of each row of the base's weight. State keys: base_layer.*, lora_A.weight, lora_B.weight,
+    lora_magnitude_vector, as in PEFT files.
     """
 
     max_rank = MAX_RANK
@@ -38,12 +40,13 @@ class LoRALinear(nn.Module):
         use_dora: bool = False,
         *,
         dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
     ):
         super().__init__()
         self.base_layer = base.requires_grad_(False)
         self.rank, self.alpha, self.dropout = rank, alpha, dropout
         self.use_rslora, self.use_dora = use_rslora, use_dora
-        device = base.weight.device
+        device = base.weight.device if device is None else device
         self.lora_A = nn.Linear(base.in_features, rank, bias=False, device=device, dtype=dtype)
         self.lora_B = nn.Linear(rank, base.out_features, bias=False, device=device, dtype=dtype)
         magnitude = nn.Parameter(torch.empty(base.out_features, device=device, dtype=dtype)) if use_dora else None

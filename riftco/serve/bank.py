@@ -1,0 +1,257 @@
+"""The adapters of a server: numbered versions that serve, and shadows that learn.
+
+A version never changes once it is there. A shadow is what learning changes; it serves nobody until it is promoted to a
+new version. Which adapters a row was made under is its key: (id, version, scale) of each, or () for the base.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..adapters import AdapterError, LoraSpec
+from ..adapters.lora import adapted, layers_to_adapt
+from ..functional import lora_linear
+from ..models import Decoder
+from ..nn import LoRALinear
+from .batch import Refused
+
+PREPARED = 8  # how many sets' layers are kept ready
+
+
+@dataclass(frozen=True, order=True)
+class Use:
+    """An adapter's version at a scale."""
+
+    id: str
+    version: int
+    scale: float = 1.0
+
+
+AdapterSet = tuple[Use, ...]  # in order of ids; () is the base
+State = Mapping[str, Tensor]  # "<layer>.lora_A.weight" -> tensor
+
+
+@dataclass
+class Adapter:
+    """One adapter: `versions[n - 1]` is version n; `shadow` holds the parameters that learn, if it may learn."""
+
+    spec: LoraSpec
+    versions: list[State] = field(default_factory=list)
+    digests: list[str] = field(default_factory=list)
+    shadow: dict[str, nn.Parameter] | None = None
+
+    @property
+    def version(self) -> int:
+        return len(self.versions)
+
+
+class Joined(nn.Module):
+    """A linear layer under several adapters at once: their ranks side by side, each with its own scale."""
+
+    def __init__(self, parts: list[LoRALinear]):
+        super().__init__()
+        self.base_layer, self.parts = parts[0].base_layer, tuple(parts)
+        if sum(part.rank for part in parts) > LoRALinear.max_rank:
+            raise Refused(f"adapters used together may have ranks of up to {LoRALinear.max_rank} in all")
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = torch.cat([part.lora_A.weight for part in self.parts])
+        b = torch.cat([part.scale * part.lora_B.weight for part in self.parts], 1)
+        return lora_linear(x, self.base_layer.weight, a, b, scale=1.0, bias=self.base_layer.bias)
+
+
+class AdapterBank:
+    """Every adapter of one base model, and which of them the model's layers have now.
+
+    Args:
+        model: a decoder without an adapter; its parameters are frozen.
+    """
+
+    def __init__(self, model: Decoder):
+        if adapted(model):
+            raise AdapterError("the model already carries an adapter; load the base model and add the adapter here")
+        self.model = model.requires_grad_(False)
+        self.adapters: dict[str, Adapter] = {}
+        self.active: AdapterSet = ()
+        self._prepared: OrderedDict[AdapterSet, dict[str, nn.Module]] = OrderedDict()
+
+    def create(self, id: str, spec: LoraSpec, *, seed: int = 0, state: State | None = None) -> Adapter:
+        """A new adapter at version 1, which gives the base's outputs unless `state` has its weights.
+
+        Raises:
+            Refused: the id is taken or no name.
+            AdapterError: the spec fits no layer, or the state does not fit the spec.
+        """
+        if id in self.adapters or not id or not id.replace("-", "").replace("_", "").replace(".", "").isalnum():
+            taken = "is taken" if id in self.adapters else "must be letters, digits, '-', '_' and '.'"
+            raise Refused(f"adapter id {id!r} {taken}")
+        if spec.use_dora:
+            raise AdapterError("a DoRA adapter cannot be served or learn in place; merge it into the model first")
+        fresh = _fresh(self.model, spec, seed)
+        if state is not None:
+            _check_state(id, fresh, state)
+            fresh = {name: state[name].to(t) for name, t in fresh.items()}
+        made = Adapter(spec)
+        self.adapters[id] = made
+        self._publish(made, fresh)
+        return made
+
+    def remove(self, id: str) -> None:
+        self.of(id)
+        if any(use.id == id for use in self.active):
+            raise Refused(f"adapter {id!r} is in use")
+        del self.adapters[id]
+        self._forget(id)
+
+    def set_of(self, uses: Mapping[str, float]) -> AdapterSet:
+        """The newest versions of these adapters (id -> scale), as a key; scale 0 leaves one out."""
+        for id, scale in uses.items():
+            self.of(id)
+            if not math.isfinite(scale):
+                raise Refused(f"adapter {id!r}: the scale must be finite; got {scale}")
+        return tuple(sorted(Use(id, self.adapters[id].version, float(scale)) for id, scale in uses.items() if scale))
+
+    def shadow(self, id: str) -> dict[str, nn.Parameter]:
+        """The trainable parameters of an adapter, which start as its newest version."""
+        adapter = self.of(id)
+        if adapter.shadow is None:
+            newest = adapter.versions[-1]
+            adapter.shadow = {name: nn.Parameter(t.to(torch.float32, copy=True)) for name, t in newest.items()}
+        return adapter.shadow
+
+    def promote(self, id: str) -> int:
+        """Publish the shadow as the next version; its number."""
+        adapter = self.of(id)
+        if adapter.shadow is None:
+            raise Refused(f"adapter {id!r} has learned nothing; there is nothing to promote")
+        state = {name: p.detach().clone() for name, p in adapter.shadow.items()}
+        if digest(state) == adapter.digests[-1]:
+            raise Refused(f"adapter {id!r} has learned nothing since version {adapter.version}")
+        self._publish(adapter, state)
+        return adapter.version
+
+    @contextlib.contextmanager
+    def serving(self, key: AdapterSet) -> Iterator[None]:
+        """Within the block the model's layers carry this set."""
+        yield from self._with(key, self._layers(key))
+
+    @contextlib.contextmanager
+    def learning(self, key: AdapterSet, id: str) -> Iterator[None]:
+        """Within the block the set has the shadow of adapter `id`, at scale 1, in place of its version."""
+        adapter, shadow = self.of(id), self.shadow(id)
+        others = [self._parts(use) for use in key if use.id != id]
+        parts = [*others, _layers_of(self.model, adapter.spec, shadow, 1.0, adapter.spec.dropout)]
+        yield from self._with(key, _join(parts))
+
+    def _with(self, key: AdapterSet, layers: Mapping[str, nn.Module]) -> Iterator[None]:
+        before, was = {}, self.active
+        try:
+            for path, layer in layers.items():
+                before[path] = self.model.get_submodule(path)
+                _put(self.model, path, layer)
+            self.active = key
+            yield
+        finally:
+            for path, layer in before.items():
+                _put(self.model, path, layer)
+            self.active = was
+
+    def _layers(self, key: AdapterSet) -> dict[str, nn.Module]:
+        if key not in self._prepared:
+            self._prepared[key] = _join([self._parts(use) for use in key])
+            while len(self._prepared) > PREPARED:
+                self._prepared.popitem(last=False)
+        self._prepared.move_to_end(key)
+        return self._prepared[key]
+
+    def _parts(self, use: Use) -> dict[str, LoRALinear]:
+        adapter = self.of(use.id)
+        if not 1 <= use.version <= adapter.version:
+            raise Refused(f"adapter {use.id!r} has no version {use.version}; newest: {adapter.version}")
+        return _layers_of(self.model, adapter.spec, adapter.versions[use.version - 1], use.scale)
+
+    def _publish(self, adapter: Adapter, state: State) -> None:
+        adapter.versions.append(state)
+        adapter.digests.append(digest(state))
+
+    def _forget(self, id: str) -> None:
+        for key in [key for key in self._prepared if any(use.id == id for use in key)]:
+            del self._prepared[key]
+
+    def of(self, id: str) -> Adapter:
+        """The adapter of this id; Refused where there is none."""
+        if id not in self.adapters:
+            known = ", ".join(sorted(self.adapters)) or "none"
+            raise Refused(f"no adapter {id!r}; loaded: {known}")
+        return self.adapters[id]
+
+
+def digest(state: State) -> str:
+    """SHA-256 over names, shapes, dtypes and bytes."""
+    seen = hashlib.sha256()
+    for name in sorted(state):
+        t = state[name].detach().cpu().contiguous()
+        seen.update(f"{name} {tuple(t.shape)} {t.dtype}".encode())
+        seen.update(t.view(torch.uint8).numpy().tobytes())
+    return seen.hexdigest()
+
+
+def _fresh(model: Decoder, spec: LoraSpec, seed: int) -> dict[str, Tensor]:
+    """A new adapter's tensors on the model's device."""
+    state = {}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        for path, linear in layers_to_adapt(model, spec).items():
+            layer = LoRALinear(linear, spec.rank_of(path), spec.alpha_of(path))
+            state[f"{path}.lora_A.weight"] = layer.lora_A.weight.detach()
+            state[f"{path}.lora_B.weight"] = layer.lora_B.weight.detach()
+    return state
+
+
+def _check_state(id: str, wanted: State, state: State) -> None:
+    for what, names in (("lacks", wanted.keys() - state.keys()), ("does not use", state.keys() - wanted.keys())):
+        if names:
+            raise AdapterError(f"adapter {id!r} {what} {min(names)} ({len(names)} in all)")
+    for name, t in wanted.items():
+        if state[name].shape != t.shape:
+            raise AdapterError(f"adapter {id!r}: {name} must be {tuple(t.shape)}; got {tuple(state[name].shape)}")
+
+
+def _layers_of(
+    model: Decoder, spec: LoraSpec, state: Mapping[str, Tensor], scale: float, dropout: float = 0.0
+) -> dict[str, LoRALinear]:
+    """Layer name -> the layer under these tensors. Parameters stay themselves, so that they receive gradients."""
+    layers = {}
+    for path in (name.removesuffix(".lora_A.weight") for name in state if name.endswith(".lora_A.weight")):
+        base: Any = model.get_submodule(path)
+        base = getattr(base, "base_layer", base)  # another set may be in place
+        alpha = spec.alpha_of(path) * scale
+        layer = LoRALinear(base, spec.rank_of(path), alpha, dropout, spec.use_rslora, device="meta")
+        for part in ("lora_A", "lora_B"):
+            t = state[f"{path}.{part}.weight"]
+            getattr(layer, part).weight = t if isinstance(t, nn.Parameter) else nn.Parameter(t, requires_grad=False)
+        layers[path] = layer
+    return layers
+
+
+def _join(parts: list[dict[str, LoRALinear]]) -> dict[str, nn.Module]:
+    paths = dict.fromkeys(path for part in parts for path in part)
+    layers: dict[str, nn.Module] = {}
+    for path in paths:
+        some = [part[path] for part in parts if path in part]
+        layers[path] = some[0] if len(some) == 1 else Joined(some)
+    return layers
+
+
+def _put(model: nn.Module, path: str, layer: nn.Module) -> None:
+    parent, _, leaf = path.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, layer)

@@ -1,0 +1,191 @@
+"""The engine: slots that serve and learn. Training is inference with labels; there is no second mode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..functional import Cache
+from ..models import Decoder
+from .bank import AdapterBank, AdapterSet
+from .batch import UNLABELLED, Batch, Refused, Run
+from .forward import serve
+from .learner import Learner, LearnOutcome, Lesson
+from .slots import Slot
+
+
+class Decoded(NamedTuple):
+    """Logits of a batch's output rows [outputs, V] as served, and what its labels did (None: it had none)."""
+
+    logits: Tensor
+    learn: LearnOutcome | None
+
+
+class Engine:
+    """A decoder with slots, a cache, and adapters that learn in place.
+
+    Args:
+        model: the base; frozen from here on.
+        slots: how many sequences are held at once.
+        window: rows of each slot.
+        cache_dtype: "float32", "float16", "bfloat16" or "q8_0".
+        page_size: rows of a cache page; None: one piece a slot.
+        chunk: the most rows of a forward, and of a chunk of a long reply that learns.
+        options: of the Learner.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        slots: int = 1,
+        window: int | None = None,
+        cache_dtype: str = "float16",
+        page_size: int | None = None,
+        chunk: int = 512,
+        **options,
+    ):
+        config = model.config
+        window = config.max_position_embeddings if window is None else window
+        if slots < 1 or not 1 <= window <= config.max_position_embeddings:
+            raise ValueError(
+                f"Engine: slots must be 1 or more and window 1 to {config.max_position_embeddings}; "
+                f"got {slots=}, {window=}"
+            )
+        self.model, self.window, self.chunk = model.eval(), window, chunk
+        self.cache = Cache.allocate(
+            config.num_layers, slots, window, config.num_kv_heads, config.head_dim,
+            dtype=cache_dtype, page_size=page_size, device=model.device,
+        )  # fmt: skip
+        self.slots = [Slot(i) for i in range(slots)]
+        self.bank = AdapterBank(model)
+        self.learner = Learner(self.bank, self.cache, chunk=chunk, **options)
+        self.trainable: str | None = None
+        self.lr = 1e-4
+
+    def slot(self, id: int) -> Slot:
+        if not 0 <= id < len(self.slots):
+            raise Refused(f"no slot {id}; there are {len(self.slots)}")
+        return self.slots[id]
+
+    def use(self, slot: int, adapters: Mapping[str, float] | AdapterSet) -> None:
+        """Serve this slot under these adapters (id -> scale: newest versions); rows of another set are forgotten."""
+        key = adapters if isinstance(adapters, tuple) else self.bank.set_of(adapters)
+        if self.slot(slot).key != key:
+            self.slots[slot].tokens.clear()
+            self.slots[slot].key = key
+
+    def train(self, adapter: str | None, lr: float = 1e-4) -> None:
+        """Let labels in a batch teach this adapter at this rate; None: labels are refused."""
+        if adapter is not None:
+            self.bank.of(adapter)
+        self.trainable, self.lr = adapter, lr
+
+    def decode(self, batch: Batch) -> Decoded:
+        """Serve a batch's rows: write them into their slots, and return the output rows' logits.
+
+        Each slot's rows must follow what it holds. Labels make one step of the trainable adapter: each labelled run is
+        given everything before it as served. The served rows and logits are those of the batch without labels.
+
+        Raises:
+            Refused: before anything changed.
+        """
+        runs = self._check(batch)
+        lessons = self._lessons(batch, runs)
+        if lessons:
+            assert self.trainable is not None
+            self.learner.check(lessons, self.trainable, self.lr)
+        logits = self._serve(batch.unlabelled(), runs)
+        outcome = self.learner.learn(lessons, self.trainable, self.lr) if lessons and self.trainable else None
+        return Decoded(logits, outcome)
+
+    def learn(
+        self,
+        slot: int,
+        n_cached: int,
+        tokens: Sequence[int] | Tensor | None,
+        labels: Sequence[int] | Tensor | None,
+        weights: Sequence[float] | Tensor | None = None,
+        *,
+        adapter: str,
+        lr: float,
+        dry_run: bool = False,
+        measure_after: bool = False,
+    ) -> LearnOutcome:
+        """One step on labelled tokens behind the first `n_cached` rows of a slot; a refusal is an outcome.
+
+        The slot's rows stay what they are: the next turn goes on from the same bytes. The reply's first label sits on
+        the last prompt token, so a reply r to a prompt of n tokens is learn(slot, n - 1, [prompt[-1], *r[:-1]], r).
+        """
+        try:
+            lesson = self._lesson(slot, n_cached, tokens, labels, weights)
+            return self.learner.learn([lesson], adapter, lr, dry_run=dry_run, measure_after=measure_after)
+        except Refused as why:
+            return LearnOutcome(False, str(why), adapter=adapter)
+
+    def _lesson(self, slot, n_cached, tokens, labels, weights) -> Lesson:
+        for name, given in (("tokens", tokens), ("labels", labels)):
+            if given is None:
+                raise Refused(f"learn needs {name}")
+        held = self.slot(slot)
+        if not 0 <= n_cached <= len(held.tokens):
+            raise Refused(
+                f"slot {slot} holds {len(held.tokens)} rows, not the {n_cached} that the lesson stands behind; "
+                "serve the prompt again, then learn"
+            )
+        weight = None if weights is None else torch.as_tensor(weights, dtype=torch.float32)
+        ids, label = (torch.as_tensor(t, dtype=torch.int64).cpu() for t in (tokens, labels))
+        return Lesson(slot, n_cached, held.key, ids, label, weight)
+
+    def _check(self, batch: Batch) -> list[Run]:
+        batch.check(self.model.config.vocab_size)
+        runs = list(batch.runs())
+        for run in runs:
+            held = len(self.slot(run.slot).tokens)
+            if run.position != held:
+                raise Refused(f"slot {run.slot} holds {held} rows; the batch's rows begin at position {run.position}")
+            if run.position + run.end - run.start > self.window:
+                raise Refused(
+                    f"slot {run.slot}: {run.end - run.start} rows behind {held} are beyond its window of {self.window}"
+                )
+        if batch.n_labels and self.trainable is None:
+            raise Refused("the batch has labels and no adapter is trainable; name one with Engine.train")
+        return runs
+
+    def _lessons(self, batch: Batch, runs: list[Run]) -> list[Lesson]:
+        lessons = []
+        for run in runs if batch.n_labels else []:
+            assert batch.label is not None
+            labelled = int((batch.label[run.start : run.end] != UNLABELLED).sum())
+            if labelled:
+                part = batch.slice(run.end - labelled, run.end)
+                assert part.label is not None
+                prefix = int(part.positions[0])
+                key = self.slots[run.slot].key
+                lessons.append(Lesson(run.slot, prefix, key, part.tokens, part.label, part.label_weight))
+        return lessons
+
+    def _serve(self, batch: Batch, runs: list[Run]) -> Tensor:
+        """One forward for each set of adapters; logits in the batch's order."""
+        keys = {self.slots[run.slot].key for run in runs}
+        logits = None
+        for key in sorted(keys):
+            some = [run for run in runs if self.slots[run.slot].key == key]
+            part = batch if len(keys) == 1 else Batch.join([batch.slice(run.start, run.end) for run in some])
+            with self.bank.serving(key):
+                made = serve(self.model, self.cache, part)
+            if len(keys) == 1:
+                logits = made
+                continue
+            if logits is None:
+                logits = made.new_empty(int(batch.output.sum()), made.shape[1])
+            rank = batch.output.cumsum(0) - 1
+            at = [rank[run.start : run.end][batch.output[run.start : run.end]] for run in some]
+            logits[torch.cat(at).to(made.device)] = made
+        for run in runs:
+            self.slots[run.slot].tokens += batch.tokens[run.start : run.end].tolist()
+        assert logits is not None
+        return logits

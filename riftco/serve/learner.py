@@ -1,0 +1,277 @@
+"""One learner: labelled rows behind what a slot served become one step of an adapter's shadow.
+
+The served rows are constants and are never written: a learn keeps its own rows aside, so the slot, its neighbours and
+the next reply are what they were, whatever happens on the way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from ..functional import Cache
+from ..optim import Adam
+from ..train.chunked import Rows, adjoint_bytes, rows_of, runs_of, walk
+from ..train.state import flatten_optimizer, random_state, set_random_state, unflatten_optimizer
+from .bank import AdapterBank, AdapterSet, State, digest
+from .batch import UNLABELLED, Refused, check_weights
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """Labelled tokens behind the first `prefix` rows that a slot serves under `key`.
+
+    label [T] is the token that ought to follow each of `tokens` [T], -1 where there is none; label_weight [T] or None.
+    """
+
+    slot: int
+    prefix: int
+    key: AdapterSet
+    tokens: Tensor
+    label: Tensor
+    label_weight: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LearnOutcome:
+    """What a learn did; on a refusal only `reason` is set, and nothing changed.
+
+    Attributes:
+        loss_before: mean loss of the labelled rows, in nats, at the parameters before the step.
+        loss_after: the same after it, where it was asked for.
+        gradient_norm, clip_scale: as riftco.optim.Adam's step returns them.
+        adapter, version: the adapter that learned, and the version that serves (a learn changes no version).
+        digest: SHA-256 of the shadow after the step.
+    """
+
+    success: bool
+    reason: str | None = None
+    loss_before: float | None = None
+    loss_after: float | None = None
+    gradient_norm: float | None = None
+    clip_scale: float | None = None
+    n_labelled: int = 0
+    ms: float = 0.0
+    adapter: str | None = None
+    version: int | None = None
+    step: int | None = None
+    digest: str | None = None
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A shadow and its optimizer as they were after `step` steps."""
+
+    step: int
+    shadow: State
+    optimizer: dict
+    tensors: dict[str, Tensor]
+
+
+@dataclass
+class Pupil:
+    """An adapter that learns: its trainable parameters, its one optimizer, and the way back."""
+
+    shadow: dict[str, nn.Parameter]
+    optimizer: Adam
+    step: int = 0
+    journal: deque[Moment] = field(default_factory=deque)
+
+    def moment(self) -> Moment:
+        shadow = {name: p.detach().clone() for name, p in self.shadow.items()}
+        return Moment(self.step, shadow, *flatten_optimizer(self.optimizer.state_dict()))
+
+    def go_back(self, to: Moment) -> None:
+        with torch.no_grad():
+            for name, p in self.shadow.items():
+                p.copy_(to.shadow[name])
+                p.grad = None
+        self.optimizer.load_state_dict(unflatten_optimizer(to.optimizer, to.tensors))
+        self.step = to.step
+
+
+class Learner:
+    """Learns, undoes and promotes on one bank of adapters and one cache.
+
+    Args:
+        bank, cache: the server's.
+        chunk: rows of a chunk of a long reply.
+        lr_range: learning rates that a request may ask for.
+        gradient_clip: largest global gradient norm of a step.
+        weight_decay: AdamW's.
+        journal: how many steps can be undone.
+        budget_bytes: the most that a reply's keys, values and adjoints may take; None: no limit.
+        recompute: run each block again in the backward: less memory, more time.
+    """
+
+    def __init__(
+        self,
+        bank: AdapterBank,
+        cache: Cache,
+        *,
+        chunk: int = 512,
+        lr_range: tuple[float, float] = (1e-7, 1e-1),
+        gradient_clip: float = 1.0,
+        weight_decay: float = 0.0,
+        journal: int = 8,
+        budget_bytes: int | None = None,
+        recompute: bool = False,
+    ):
+        if chunk < 1 or journal < 0 or not 0 < lr_range[0] <= lr_range[1]:
+            raise ValueError(f"Learner: {chunk=} must be 1 or more, {journal=} 0 or more, {lr_range=} rising, above 0")
+        self.bank, self.cache, self.chunk, self.lr_range = bank, cache, chunk, lr_range
+        self.gradient_clip, self.weight_decay = gradient_clip, weight_decay
+        self.depth, self.budget_bytes, self.recompute = journal, budget_bytes, recompute
+        self.pupils: dict[str, Pupil] = {}
+
+    def learn(
+        self,
+        lessons: Sequence[Lesson],
+        adapter: str,
+        lr: float,
+        *,
+        dry_run: bool = False,
+        measure_after: bool = False,
+    ) -> LearnOutcome:
+        """Exactly one step on the lessons' labelled rows together; their mean loss, each row weighted.
+
+        Args:
+            dry_run: compute loss and gradient, and change nothing.
+            measure_after: read the loss again after the step.
+
+        Raises:
+            Refused: before anything changed. Any other error leaves the shadow and its optimizer as they were.
+        """
+        began = time.perf_counter()
+        self.check(lessons, adapter, lr)
+        pupil = self.pupil(adapter, lr)
+        before, states = pupil.moment(), random_state(self.bank.model.device)
+        labelled = sum(int((lesson.label >= 0).sum()) for lesson in lessons)
+        done = False
+        try:
+            loss = self._gradients(lessons, adapter, labelled)
+            version = self.bank.adapters[adapter].version
+            outcome = LearnOutcome(True, loss_before=loss, n_labelled=labelled, adapter=adapter, version=version)
+            if not dry_run:
+                for group in pupil.optimizer.param_groups:
+                    group["lr"] = lr
+                norm, scale = (float(t) for t in pupil.optimizer.step())
+                if not scale:
+                    raise Refused(f"the gradient is not finite (loss {loss}); nothing was changed")
+                pupil.step += 1
+                outcome = replace(outcome, gradient_norm=norm, clip_scale=scale)
+            if measure_after:
+                outcome = replace(outcome, loss_after=self._loss(lessons, adapter, labelled))
+            outcome = replace(outcome, digest=digest(pupil.shadow), step=pupil.step)
+            done = True
+        finally:
+            if not done:
+                pupil.go_back(before)
+                set_random_state(states, self.bank.model.device)
+            for p in pupil.shadow.values():
+                p.grad = None
+        if not dry_run:
+            pupil.journal.append(before)
+            while len(pupil.journal) > self.depth:
+                pupil.journal.popleft()
+        return replace(outcome, ms=(time.perf_counter() - began) * 1e3)
+
+    def undo(self, adapter: str, steps: int = 1) -> int:
+        """Give back the shadow and moments of `steps` steps ago; the step that it is at then."""
+        pupil = self.pupils.get(adapter)
+        if pupil is None or not 1 <= steps <= len(pupil.journal):
+            known = 0 if pupil is None else len(pupil.journal)
+            raise Refused(f"adapter {adapter!r}: {steps} steps cannot be undone; the journal holds {known}")
+        for _ in range(steps):
+            to = pupil.journal.pop()
+        pupil.go_back(to)
+        return pupil.step
+
+    def pupil(self, adapter: str, lr: float = 1e-4) -> Pupil:
+        """The adapter's shadow and its optimizer, made once."""
+        if adapter not in self.pupils:
+            shadow = self.bank.shadow(adapter)
+            options = {"gradient_clip": self.gradient_clip, "weight_decay": self.weight_decay}
+            self.pupils[adapter] = Pupil(shadow, Adam(list(shadow.values()), lr=lr, **options))  # type: ignore
+        return self.pupils[adapter]
+
+    def check(self, lessons: Sequence[Lesson], adapter: str, lr: float) -> None:
+        """Refuse what cannot be learned; changes nothing."""
+        self.bank.of(adapter)
+        low, high = self.lr_range
+        if not low <= lr <= high:
+            raise Refused(f"lr must be between {low:g} and {high:g}; got {lr!r}")
+        if not lessons:
+            raise Refused("there is nothing to learn")
+        vocab, longest = self.bank.model.config.vocab_size, self.bank.model.config.max_position_embeddings
+        for lesson in lessons:
+            n = len(lesson.tokens)
+            where = f"slot {lesson.slot}, {lesson.prefix} cached rows"
+            for name, t in (("labels", lesson.label), ("weights", lesson.label_weight)):
+                if t is not None and t.shape != lesson.tokens.shape:
+                    raise Refused(f"{where}: {name} must be one for each of the {n} tokens; got {tuple(t.shape)}")
+            if not n or not bool((lesson.label >= 0).any()):
+                raise Refused(f"{where}: no token carries a label")
+            for name, t, least in (("token", lesson.tokens, 0), ("label", lesson.label, UNLABELLED)):
+                bad = ((t < least) | (t >= vocab)).nonzero()
+                if len(bad):
+                    at = int(bad[0])
+                    raise Refused(f"{where}: {name} {at} is {int(t[at])}, outside the vocabulary of {vocab}")
+            check_weights(lesson.label, lesson.label_weight)
+            if lesson.prefix + n > longest:
+                raise Refused(f"{where}: {n} more tokens are beyond the model's context of {longest}")
+            self._check_budget(lesson, where)
+
+    def _check_budget(self, lesson: Lesson, where: str) -> None:
+        run = max(end - start for start, end in runs_of(lesson.label))
+        need = adjoint_bytes(self.bank.model, run)
+        if self.budget_bytes is not None and need > self.budget_bytes:
+            raise Refused(
+                f"{where}: the keys, values and adjoints of a reply of {run} tokens take {need} bytes, more than the "
+                f"{self.budget_bytes} allowed; send a shorter reply, or raise the budget"
+            )
+
+    def _gradients(self, lessons: Sequence[Lesson], adapter: str, labelled: int) -> float:
+        """Put the gradients of all lessons' mean loss on the shadow; the loss."""
+        total = torch.zeros((), device=self.bank.model.device)
+        for lesson in lessons:
+            ids, label, weight = self._there(lesson)
+            context = self._context(lesson, ids)
+            with self.bank.learning(lesson.key, adapter):
+                for start, end in runs_of(lesson.label):
+                    before = None if context is None or not start else _head(context, start)
+                    total += walk(
+                        self.bank.model, ids[start:end], label[start:end], chunk=self.chunk,
+                        row_weight=None if weight is None else weight[start:end], denominator=labelled,
+                        cache=self.cache if lesson.prefix else None, slot=lesson.slot, prefix=lesson.prefix,
+                        before=before, recompute=self.recompute,
+                    ).loss  # fmt: skip
+        return float(total)
+
+    def _context(self, lesson: Lesson, ids: Tensor) -> Rows | None:
+        """The rows before the last labelled run, as serving makes them: what the runs after them are given."""
+        last = max(start for start, _ in runs_of(lesson.label))
+        if not last:
+            return None
+        with self.bank.serving(lesson.key):
+            where = {"cache": self.cache if lesson.prefix else None, "slot": lesson.slot, "prefix": lesson.prefix}
+            return rows_of(self.bank.model, ids[:last], chunk=self.chunk, **where)  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def _loss(self, lessons: Sequence[Lesson], adapter: str, labelled: int) -> float:
+        """The loss alone, under the shadow as it is now."""
+        return self._gradients(lessons, adapter, labelled)
+
+    def _there(self, lesson: Lesson) -> tuple[Tensor, Tensor, Tensor | None]:
+        device = self.bank.model.device
+        weight = lesson.label_weight
+        return lesson.tokens.to(device), lesson.label.to(device), None if weight is None else weight.to(device)
+
+
+def _head(rows: Rows, n: int) -> Rows:
+    return Rows([t[:n] for t in rows.keys], [t[:n] for t in rows.values])

@@ -1,0 +1,137 @@
+"""The next token of each row, chosen on the device. Rows are independent: a row's draw comes from its own generator.
+
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .batch import Refused
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a reply is sampled; the defaults take the likeliest token.
+
+    Attributes:
+        temperature: 0 takes the likeliest; otherwise logits are divided by it.
+        top_k: among the k likeliest (0: all).
+        top_p: among the likeliest that together hold this probability.
+        min_p: among those at least this likely, relative to the likeliest.
+        repetition_penalty: seen tokens' logits are divided by it, multiplied where negative (as transformers does).
+        presence_penalty, frequency_penalty: taken off once, and for each time that a token was generated (OpenAI's).
+        logit_bias: token -> what is added.
+        seed: of this reply; None takes a fresh one.
+        logprobs: how many of the likeliest tokens to report with their log-probabilities, 0 to 20; None: none at all.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    logprobs: int | None = None
+
+    def check(self, vocab: int) -> None:
+        limits = {
+            "temperature": (0, 1e6), "top_k": (0, math.inf), "top_p": (1e-9, 1), "min_p": (0, 1),
+            "repetition_penalty": (1e-6, 1e6), "presence_penalty": (-1e6, 1e6), "frequency_penalty": (-1e6, 1e6),
+            "logprobs": (0, 20),
+        }  # fmt: skip
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise Refused(f"{name} must be between {low:g} and {high:g}; got {value!r}")
+        for token, bias in self.logit_bias.items():
+            if not 0 <= token < vocab or math.isnan(bias):
+                raise Refused(f"logit_bias: {token} -> {bias} is no token of the {vocab}, or no number")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A token, its log-probability (before temperature and cuts), and the likeliest ones with theirs."""
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Sampler:
+    """Chooses one reply's tokens; remembers what its penalties count.
+
+    Args:
+        options: how.
+        prompt: the tokens before the reply, which the repetition penalty counts as seen.
+        vocab, device: of the logits.
+    """
+
+    def __init__(self, options: Sampling, prompt: Sequence[int], vocab: int, device: torch.device):
+        options.check(vocab)
+        self.options = options
+        self.generator = torch.Generator(device)
+        self.generator.seed() if options.seed is None else self.generator.manual_seed(options.seed)
+        self.bias = self.counts = self.seen = None
+        if options.logit_bias:
+            self.bias = torch.zeros(vocab, device=device)
+            at = torch.tensor(list(options.logit_bias), device=device)
+            self.bias[at] = torch.tensor(list(options.logit_bias.values()), dtype=torch.float32, device=device)
+        if options.presence_penalty or options.frequency_penalty:
+            self.counts = torch.zeros(vocab, device=device)
+        if options.repetition_penalty != 1:
+            self.seen = torch.zeros(vocab, dtype=torch.bool, device=device)
+            self.seen[torch.tensor(list(prompt), dtype=torch.int64, device=device)] = True
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """A token [1] for logits [V]; it counts as generated from now on."""
+        token = self.draw(self.adjusted(logits.float()))
+        if self.counts is not None:
+            self.counts.index_add_(0, token, torch.ones_like(token, dtype=torch.float32))
+        if self.seen is not None:
+            self.seen[token] = True
+        return token
+
+    def adjusted(self, x: Tensor) -> Tensor:
+        """Logits after bias and penalties."""
+        o = self.options
+        if self.seen is not None:
+            x = torch.where(self.seen, torch.where(x > 0, x / o.repetition_penalty, x * o.repetition_penalty), x)
+        if self.counts is not None:
+            x = x - o.presence_penalty * (self.counts > 0) - o.frequency_penalty * self.counts
+        return x if self.bias is None else x + self.bias
+
+    def draw(self, x: Tensor) -> Tensor:
+        """A token [1] of adjusted logits [V]."""
+        o = self.options
+        if o.temperature == 0:
+            return x.argmax(-1, keepdim=True)
+        if o.top_k and o.top_k < len(x):
+            x = x.masked_fill(x < x.topk(o.top_k).values[-1], -torch.inf)
+        # below the largest, and no colder than float32 can divide by: nothing overflows on the way to 0
+        x = (x - x.amax()) / max(o.temperature, 1e-30)
+        if o.min_p:
+            x = x.masked_fill(x < math.log(o.min_p), -torch.inf)
+        probs = x.softmax(-1)
+        if o.top_p < 1:
+            ordered, index = probs.sort(descending=True, stable=True)
+            outside = ordered.cumsum(-1) - ordered >= o.top_p  # the token that crosses top_p still counts
+            probs = torch.zeros_like(probs).scatter(-1, index, ordered.masked_fill(outside, 0.0))
+        # the exponential race: one draw a token, so that the generator moves alike whatever was cut
+        noise = torch.empty_like(probs).exponential_(generator=self.generator)
+        return (probs / noise).argmax(-1, keepdim=True)
+
+    def report(self, logits: Tensor, token: int) -> Chosen:
+        if self.options.logprobs is None:
+            return Chosen(token)
+        logp = logits.float().log_softmax(-1)
+        values, ids = logp.topk(self.options.logprobs)
+        return Chosen(token, float(logp[token]), tuple(zip(ids.tolist(), values.tolist())))
