@@ -4,6 +4,7 @@ from .bank import AdapterBank, AdapterSet, Use
 from .batch import Batch, Refused
 from .engine import Decoded, Engine
 from .learner import Learner, LearnOutcome, Lesson
+from .store import Store
 
 __all__ = [
     "AdapterBank",
@@ -15,5 +16,6 @@ __all__ = [
     "Learner",
     "Lesson",
     "Refused",
+    "Store",
     "Use",
 ]

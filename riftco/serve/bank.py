@@ -102,15 +102,16 @@ class AdapterBank:
             fresh = {name: state[name].to(t) for name, t in fresh.items()}
         made = Adapter(spec)
         self.adapters[id] = made
-        self._publish(made, fresh)
+        self.publish(id, fresh)
         return made
 
     def remove(self, id: str) -> None:
         self.of(id)
         if any(use.id == id for use in self.active):
             raise Refused(f"adapter {id!r} is in use")
+        for version in range(1, self.adapters[id].version + 1):
+            self._forget(Use(id, version))
         del self.adapters[id]
-        self._forget(id)
 
     def set_of(self, uses: Mapping[str, float]) -> AdapterSet:
         """The newest versions of these adapters (id -> scale), as a key; scale 0 leaves one out."""
@@ -136,7 +137,7 @@ class AdapterBank:
         state = {name: p.detach().clone() for name, p in adapter.shadow.items()}
         if digest(state) == adapter.digests[-1]:
             raise Refused(f"adapter {id!r} has learned nothing since version {adapter.version}")
-        self._publish(adapter, state)
+        self.publish(id, state)
         return adapter.version
 
     @contextlib.contextmanager
@@ -179,12 +180,23 @@ class AdapterBank:
             raise Refused(f"adapter {use.id!r} has no version {use.version}; newest: {adapter.version}")
         return _layers_of(self.model, adapter.spec, adapter.versions[use.version - 1], use.scale)
 
-    def _publish(self, adapter: Adapter, state: State) -> None:
-        adapter.versions.append(state)
+    def withdraw(self, id: str) -> None:
+        """Take back the newest version, which served nobody yet."""
+        adapter = self.of(id)
+        self._forget(Use(id, adapter.version))
+        del adapter.versions[-1], adapter.digests[-1]
+
+    def publish(self, id: str, state: State) -> None:
+        """Add a version, which is not to be changed afterwards."""
+        adapter = self.of(id)
+        if adapter.versions:
+            _check_state(id, adapter.versions[0], state)
+        order = adapter.versions[0] if adapter.versions else state  # the optimizer knows parameters by their order
+        adapter.versions.append({name: state[name].to(self.model.device) for name in order})
         adapter.digests.append(digest(state))
 
-    def _forget(self, id: str) -> None:
-        for key in [key for key in self._prepared if any(use.id == id for use in key)]:
+    def _forget(self, gone: Use) -> None:
+        for key in [key for key in self._prepared if any((u.id, u.version) == (gone.id, gone.version) for u in key)]:
             del self._prepared[key]
 
     def of(self, id: str) -> Adapter:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..adapters import LoraSpec
 from ..functional import Cache
 from ..models import Decoder
 from .bank import AdapterBank, AdapterSet
@@ -15,6 +16,9 @@ from .batch import UNLABELLED, Batch, Refused, Run
 from .forward import serve
 from .learner import Learner, LearnOutcome, Lesson
 from .slots import Slot
+from .store import Store, tokens_sha256
+
+LOGGED = ("loss_before", "loss_after", "gradient_norm", "clip_scale", "n_labelled", "ms", "step")
 
 
 class Decoded(NamedTuple):
@@ -34,6 +38,7 @@ class Engine:
         cache_dtype: "float32", "float16", "bfloat16" or "q8_0".
         page_size: rows of a cache page; None: one piece a slot.
         chunk: the most rows of a forward, and of a chunk of a long reply that learns.
+        store: where adapters, their journals and the log live; None: in memory alone.
         options: of the Learner.
     """
 
@@ -46,6 +51,7 @@ class Engine:
         cache_dtype: str = "float16",
         page_size: int | None = None,
         chunk: int = 512,
+        store: Store | None = None,
         **options,
     ):
         config = model.config
@@ -63,6 +69,9 @@ class Engine:
         self.slots = [Slot(i) for i in range(slots)]
         self.bank = AdapterBank(model)
         self.learner = Learner(self.bank, self.cache, chunk=chunk, **options)
+        self.store = store
+        if store is not None:
+            store.load(self.bank, self.learner)
         self.trainable: str | None = None
         self.lr = 1e-4
 
@@ -99,8 +108,57 @@ class Engine:
             assert self.trainable is not None
             self.learner.check(lessons, self.trainable, self.lr)
         logits = self._serve(batch.unlabelled(), runs)
-        outcome = self.learner.learn(lessons, self.trainable, self.lr) if lessons and self.trainable else None
-        return Decoded(logits, outcome)
+        if not lessons:
+            return Decoded(logits, None)
+        assert self.trainable is not None
+        try:
+            return Decoded(logits, self._learn(lessons, self.trainable, self.lr))
+        except Refused as why:  # after the rows were served: a step that was taken back
+            return Decoded(logits, LearnOutcome(False, str(why), adapter=self.trainable))
+
+    def _learn(self, lessons: list[Lesson], adapter: str, lr: float, note: Mapping[str, Any] | None = None, **options):
+        def commit(outcome: LearnOutcome) -> None:
+            if self.store is not None:
+                self._record("learn", adapter, {**said(lessons, outcome), "lr": lr, **(note or {})})
+
+        return self.learner.learn(lessons, adapter, lr, commit=commit, **options)
+
+    def _record(self, kind: str, adapter: str, line: Mapping[str, Any] | None = None) -> None:
+        if self.store is not None:
+            self.store.record(kind, adapter, self.bank, self.learner, line or {})
+
+    def create(self, adapter: str, spec: LoraSpec, **options) -> None:
+        """A new adapter, as AdapterBank.create has it, that lasts."""
+        self.bank.create(adapter, spec, **options)
+        try:
+            self._record("create", adapter)
+        except BaseException:
+            self.bank.remove(adapter)
+            raise
+
+    def promote(self, adapter: str) -> int:
+        """Publish what an adapter has learned as its next version; slots use it from their next prompt on."""
+        version = self.bank.promote(adapter)
+        try:
+            self._record("promote", adapter)
+        except BaseException:
+            self.bank.withdraw(adapter)
+            raise
+        return version
+
+    def undo(self, adapter: str, steps: int = 1) -> int:
+        """Take back the last steps of an adapter's shadow; the step that it is at then. Versions stay."""
+        self.bank.of(adapter)
+        pupil = self.learner.pupil(adapter)
+        now, journal = pupil.moment(), list(pupil.journal)
+        step = self.learner.undo(adapter, steps)
+        try:
+            self._record("undo", adapter, {"steps": steps})
+        except BaseException:
+            pupil.go_back(now)
+            pupil.journal.extend(journal[len(pupil.journal) :])
+            raise
+        return step
 
     def learn(
         self,
@@ -114,15 +172,17 @@ class Engine:
         lr: float,
         dry_run: bool = False,
         measure_after: bool = False,
+        note: Mapping[str, Any] | None = None,
     ) -> LearnOutcome:
         """One step on labelled tokens behind the first `n_cached` rows of a slot; a refusal is an outcome.
 
         The slot's rows stay what they are: the next turn goes on from the same bytes. The reply's first label sits on
         the last prompt token, so a reply r to a prompt of n tokens is learn(slot, n - 1, [prompt[-1], *r[:-1]], r).
+        `note` goes into the log's line (a learn id, a caller).
         """
         try:
             lesson = self._lesson(slot, n_cached, tokens, labels, weights)
-            return self.learner.learn([lesson], adapter, lr, dry_run=dry_run, measure_after=measure_after)
+            return self._learn([lesson], adapter, lr, note, dry_run=dry_run, measure_after=measure_after)
         except Refused as why:
             return LearnOutcome(False, str(why), adapter=adapter)
 
@@ -189,3 +249,11 @@ class Engine:
             self.slots[run.slot].tokens += batch.tokens[run.start : run.end].tolist()
         assert logits is not None
         return logits
+
+
+def said(lessons: list[Lesson], outcome: LearnOutcome) -> dict[str, Any]:
+    """What the log says of a learn; of the tokens their number and hash alone."""
+    line = {name: getattr(outcome, name) for name in LOGGED}
+    slots = [lesson.slot for lesson in lessons]
+    prefix, tokens = [lesson.prefix for lesson in lessons], torch.cat([lesson.tokens for lesson in lessons])
+    return {**line, "slots": slots, "prefix": prefix, "n_tokens": len(tokens), "tokens_sha256": tokens_sha256(tokens)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -107,6 +107,8 @@ class Learner:
         journal: how many steps can be undone.
         budget_bytes: the most that a reply's keys, values and adjoints may take; None: no limit.
         recompute: run each block again in the backward: less memory, more time.
+        probe, probe_rise: rows of tokens [T] whose mean loss under the shadow may rise by so many nats over what it is
+            under the base; a step that takes it further is undone.
     """
 
     def __init__(
@@ -121,12 +123,16 @@ class Learner:
         journal: int = 8,
         budget_bytes: int | None = None,
         recompute: bool = False,
+        probe: Sequence[Tensor] = (),
+        probe_rise: float = 0.1,
     ):
         if chunk < 1 or journal < 0 or not 0 < lr_range[0] <= lr_range[1]:
             raise ValueError(f"Learner: {chunk=} must be 1 or more, {journal=} 0 or more, {lr_range=} rising, above 0")
         self.bank, self.cache, self.chunk, self.lr_range = bank, cache, chunk, lr_range
         self.gradient_clip, self.weight_decay = gradient_clip, weight_decay
         self.depth, self.budget_bytes, self.recompute = journal, budget_bytes, recompute
+        self.probe, self.probe_rise = [t.to(bank.model.device) for t in probe], probe_rise
+        self._probe_base: float | None = None
         self.pupils: dict[str, Pupil] = {}
 
     def learn(
@@ -137,12 +143,14 @@ class Learner:
         *,
         dry_run: bool = False,
         measure_after: bool = False,
+        commit: Callable[[LearnOutcome], None] | None = None,
     ) -> LearnOutcome:
         """Exactly one step on the lessons' labelled rows together; their mean loss, each row weighted.
 
         Args:
             dry_run: compute loss and gradient, and change nothing.
             measure_after: read the loss again after the step.
+            commit: makes the step last, once memory holds it; if it raises, the step is taken back.
 
         Raises:
             Refused: before anything changed. Any other error leaves the shadow and its optimizer as they were.
@@ -150,7 +158,7 @@ class Learner:
         began = time.perf_counter()
         self.check(lessons, adapter, lr)
         pupil = self.pupil(adapter, lr)
-        before, states = pupil.moment(), random_state(self.bank.model.device)
+        before, states, journal = pupil.moment(), random_state(self.bank.model.device), list(pupil.journal)
         labelled = sum(int((lesson.label >= 0).sum()) for lesson in lessons)
         done = False
         try:
@@ -168,18 +176,47 @@ class Learner:
             if measure_after:
                 outcome = replace(outcome, loss_after=self._loss(lessons, adapter, labelled))
             outcome = replace(outcome, digest=digest(pupil.shadow), step=pupil.step)
+            if not dry_run:
+                self._guard(adapter)
+                pupil.journal.append(before)
+                while len(pupil.journal) > self.depth:
+                    pupil.journal.popleft()
+            outcome = replace(outcome, ms=(time.perf_counter() - began) * 1e3)
+            if commit is not None and not dry_run:
+                commit(outcome)
             done = True
         finally:
             if not done:
                 pupil.go_back(before)
+                pupil.journal = deque(journal)
                 set_random_state(states, self.bank.model.device)
             for p in pupil.shadow.values():
                 p.grad = None
-        if not dry_run:
-            pupil.journal.append(before)
-            while len(pupil.journal) > self.depth:
-                pupil.journal.popleft()
-        return replace(outcome, ms=(time.perf_counter() - began) * 1e3)
+        return outcome
+
+    def _guard(self, adapter: str) -> None:
+        """Refuse a step that made the probe worse than allowed."""
+        if not self.probe:
+            return
+        if self._probe_base is None:
+            with self.bank.serving(()):
+                self._probe_base = self.probe_loss()
+        with self.bank.learning((), adapter):
+            now = self.probe_loss()
+        if not now <= self._probe_base + self.probe_rise:
+            raise Refused(
+                f"the probe's loss is {now:.4f} after the step and {self._probe_base:.4f} under the base, a rise of "
+                f"more than {self.probe_rise:g}; the step was undone"
+            )
+
+    @torch.no_grad()
+    def probe_loss(self) -> float:
+        """Mean loss of the probe's tokens under what the model's layers carry now."""
+        total, count = 0.0, 0
+        for row in self.probe:
+            total += float(self.bank.model.loss(row[None, :-1], row[None, 1:], reduction="sum"))
+            count += len(row) - 1
+        return total / count
 
     def undo(self, adapter: str, steps: int = 1) -> int:
         """Give back the shadow and moments of `steps` steps ago; the step that it is at then."""

@@ -84,14 +84,14 @@ def save_checkpoint(
             fsync(file)
         fsync(fresh)
         if final.exists():  # damaged, or it would have been returned
-            _delete(final)
+            remove(final)
         fresh.rename(final)
         fsync(where)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     for old in checkpoints(where)[:-keep]:
         if old != folder_of(where, protect):
-            _delete(old)
+            remove(old)
     return final
 
 
@@ -171,7 +171,8 @@ def _whole(folder: pathlib.Path) -> bool:
     return True
 
 
-def _delete(folder: pathlib.Path) -> None:
+def remove(folder: pathlib.Path) -> None:
+    """Delete a checkpoint so that no half of it is ever seen."""
     hidden = folder.with_name(f".deleting-{folder.name}")
     shutil.rmtree(hidden, ignore_errors=True)
     folder.rename(hidden)

@@ -1,0 +1,227 @@
+"""What outlives the process: adapters, their optimizers and journals, and the log of what was learned.
+
+    train_dir/base.json                          which base model
+    train_dir/audit.jsonl                        one line an event, appended
+    train_dir/adapters/<id>/versions/<n>/        PEFT folders
+    train_dir/adapters/<id>/checkpoints/...      one checkpoint an event; those that an undo may go back to are kept
+
+An event is a checkpoint, published by one rename (riftco.train.checkpoint). The checkpoint holds the event's line of
+the log too: a process that is killed between the rename and the line gets the line back when it starts again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import pathlib
+import shutil
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from ..adapters.peft_files import CONFIG, PREFIX, WEIGHTS, peft_config, read_spec
+from ..train.checkpoint import (
+    CheckpointError,
+    checkpoints,
+    fsync,
+    open_checkpoint,
+    remove,
+    save_checkpoint,
+    sweep,
+    write_file,
+)
+from .bank import AdapterBank, digest
+from .batch import Refused
+from .learner import Learner, Moment
+
+SHADOW = "shadow.safetensors"
+log = logging.getLogger(__name__)
+
+
+class Store:
+    """The folder of one base model's adapters. One process owns it at a time.
+
+    Args:
+        train_dir: the folder; made if missing.
+        base_digest: identity of the base model; a folder of another one is refused.
+        base: name of the base model, for PEFT's configuration.
+
+    Raises:
+        CheckpointError: the folder belongs to another base model.
+    """
+
+    def __init__(self, train_dir: str | os.PathLike[str], base_digest: str, base: str = ""):
+        self.folder, self.base = pathlib.Path(train_dir), base
+        self.folder.mkdir(parents=True, exist_ok=True)
+        known = self.folder / "base.json"
+        if known.exists():
+            theirs = json.loads(known.read_text())["digest"]
+            if theirs != base_digest:
+                raise CheckpointError(
+                    f"{self.folder} holds adapters of another base model (digest {theirs[:12]}, here "
+                    f"{base_digest[:12]}); serve that model, or name another folder"
+                )
+        else:
+            write_file(known, json.dumps({"digest": base_digest}))
+        self.audit = Audit(self.folder / "audit.jsonl")
+        self.events: dict[str, int] = {}  # adapter -> number of its newest event
+        self.journals: dict[str, list[int]] = {}  # adapter -> events that can be gone back to, oldest first
+
+    def load(self, bank: AdapterBank, learner: Learner) -> list[str]:
+        """Bring back every adapter of the folder as its newest event left it; their ids."""
+        root = self.folder / "adapters"
+        ids = sorted(f.name for f in root.iterdir()) if root.is_dir() else []
+        return [id for id in ids if self._load(id, bank, learner)]
+
+    def _load(self, id: str, bank: AdapterBank, learner: Learner) -> bool:
+        where = self._of(id)
+        sweep(where / "checkpoints")
+        found = checkpoints(where / "checkpoints")
+        if not found:  # killed before its first event: it never was
+            shutil.rmtree(where)
+            return False
+        newest = open_checkpoint(found[-1])
+        state = newest.state
+        for version in range(1, state["versions"] + 1):
+            folder = where / "versions" / str(version)
+            weights = {k.removeprefix(PREFIX): t for k, t in load_file(folder / WEIGHTS).items()}
+            if version == 1:
+                bank.create(id, read_spec(folder), state=weights)
+            else:
+                bank.publish(id, weights)
+            if bank.of(id).digests[-1] != state["digests"][version - 1]:
+                raise CheckpointError(f"{folder} was changed; its weights do not have the digest that was recorded")
+        for orphan in (where / "versions").iterdir():  # written, and killed before the event that names it
+            if orphan.name not in map(str, range(1, state["versions"] + 1)):
+                shutil.rmtree(orphan)
+        self.events[id], self.journals[id] = state["step"], list(state["journal"])
+        pupil = learner.pupil(id)
+        pupil.go_back(self._moment(id, state["step"]))
+        pupil.journal = deque(self._moment(id, event) for event in state["journal"])
+        self.audit.complete(state["record"])
+        return True
+
+    def _moment(self, id: str, event: int) -> Moment:
+        at = open_checkpoint(self._of(id) / "checkpoints" / f"step-{event:08d}")
+        return Moment(at.state["taught"], load_file(at.folder / SHADOW), at.state["optimizer"], dict(at.tensors))
+
+    def record(self, kind: str, id: str, bank: AdapterBank, learner: Learner, line: Mapping[str, Any]) -> None:
+        """Publish an event of adapter `id` as memory holds it now, then its line of the log.
+
+        Args:
+            kind: "create", "learn", "undo" or "promote".
+            line: what the log says beside time, kind, adapter, event, version and digest.
+        """
+        adapter, pupil, where = bank.of(id), learner.pupil(id), self._of(id)
+        for version in range(1, adapter.version + 1):
+            self._save_version(where / "versions" / str(version), adapter, version)
+        event = self.events.get(id, 0) + 1
+        journal, moment = self._journal(kind, id, len(pupil.journal)), pupil.moment()
+        record = {
+            "time": time.time(), "kind": kind, "adapter": id, "event": event, "version": adapter.version,
+            "digest": digest(moment.shadow), **line,
+        }  # fmt: skip
+        state = {
+            "step": event, "taught": moment.step, "versions": adapter.version, "digests": adapter.digests,
+            "journal": journal, "record": record, "optimizer": moment.optimizer,
+        }  # fmt: skip
+
+        def write(folder: pathlib.Path) -> None:
+            save_file({k: t.detach().cpu().contiguous() for k, t in moment.shadow.items()}, folder / SHADOW)
+
+        root = where / "checkpoints"
+        save_checkpoint(root, state, moment.tensors, write, keep=1 << 30)
+        self.events[id], self.journals[id] = event, journal
+        kept = {f"step-{n:08d}" for n in (*journal, event)}
+        for folder in checkpoints(root):
+            if folder.name not in kept:
+                remove(folder)
+        try:
+            self.audit.append(record)
+        except OSError as why:  # the event stands: its line waits in memory, and in the checkpoint
+            log.error("%s: %s; the line of event %d of %r is written later", self.audit.path, why, event, id)
+
+    def _journal(self, kind: str, id: str, depth: int) -> list[int]:
+        """The events behind the in-memory journal's moments: a learn adds the one before it, an undo takes some off."""
+        known = self.journals.get(id, [])
+        if kind == "learn":
+            known = [*known, self.events[id]]
+            return known[len(known) - depth :]
+        return known[:depth]
+
+    def _save_version(self, folder: pathlib.Path, adapter, version: int) -> None:
+        if folder.exists():
+            return
+        fresh = folder.with_name(f".writing-{folder.name}")
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        state = adapter.versions[version - 1]
+        save_file({f"{PREFIX}{k}": t.cpu().contiguous() for k, t in state.items()}, fresh / WEIGHTS, {"format": "pt"})
+        (fresh / CONFIG).write_text(json.dumps(peft_config(adapter.spec, self.base), indent=2))
+        for file in fresh.iterdir():
+            fsync(file)
+        fresh.rename(folder)
+        fsync(folder.parent)
+
+    def _of(self, id: str) -> pathlib.Path:
+        return self.folder / "adapters" / id
+
+
+class Audit:
+    """Lines of JSON, each appended and synced whole; half a line at the end is cut off at the start."""
+
+    def __init__(self, path: pathlib.Path):
+        self.path = path
+        self._pending: list[dict[str, Any]] = []
+        if path.exists():
+            whole = path.read_bytes()
+            end = whole.rfind(b"\n") + 1
+            if end < len(whole):
+                os.truncate(path, end)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Raises OSError where the disk refuses; the line is then written before the next one."""
+        self._pending.append(dict(record))
+        text = "".join(json.dumps(line) + "\n" for line in self._pending)
+        with open(self.path, "a") as log:
+            before = log.tell()
+            try:
+                log.write(text)
+                log.flush()
+                os.fsync(log.fileno())
+            except OSError:
+                os.truncate(self.path, before)
+                raise
+        self._pending.clear()
+
+    def complete(self, record: Mapping[str, Any]) -> None:
+        """Append the line of an event that was published and not logged."""
+        if not any(r["adapter"] == record["adapter"] and r["event"] == record["event"] for r in self.lines()):
+            self.append(record)
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
+
+    def forget(self, learn_id: str) -> int:
+        """Take a learn's tokens and text out of the log, for good; how many lines had them."""
+        lines, touched = self.lines(), 0
+        for line in lines:
+            if line.get("learn_id") == learn_id and not line.get("deleted"):
+                for name in ("text", "tokens_sha256"):
+                    line.pop(name, None)
+                line["deleted"] = time.time()
+                touched += 1
+        if not touched:
+            raise Refused(f"the log has no learn {learn_id!r}")
+        write_file(self.path, "".join(json.dumps(line) + "\n" for line in lines))
+        return touched
+
+
+def tokens_sha256(tokens: torch.Tensor) -> str:
+    return hashlib.sha256(tokens.to(torch.int64).cpu().numpy().tobytes()).hexdigest()
