@@ -166,11 +166,20 @@ class KVCache:
         return Step(self, runs)
 
     def cut(self, slot: int, length: int) -> None:
-        """Forget a slot's positions from `length` on.
+        """Forget a slot's positions from `length` on; nothing changes where `check_cut` raises."""
+        self.check_cut(slot, length)
+        for group in self.groups:
+            group.cut(slot, length)
+        for state in self.states.values() if not length else ():
+            state.clear(slot)
+        self.lengths[slot] = length
+
+    def check_cut(self, slot: int, length: int) -> None:
+        """Whether a slot's first `length` positions are all there for what follows them.
 
         Raises:
             ModelError: more than there are; a layer's state that cannot be cut back; rows of a sliding window that
-                later ones have replaced. Nothing has changed then.
+                later ones have replaced.
         """
         if not 0 <= length <= self.lengths[slot]:
             raise ModelError(f"KVCache: cannot cut {self.lengths[slot]} positions to {length}")
@@ -182,11 +191,6 @@ class KVCache:
                 )
         for group in self.groups:
             group.check_cut(slot, length)
-        for group in self.groups:
-            group.cut(slot, length)
-        for state in self.states.values() if not length else ():
-            state.clear(slot)
-        self.lengths[slot] = length
 
     def truncate(self, length: int) -> None:
         """Cut every slot."""

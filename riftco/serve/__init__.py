@@ -4,18 +4,28 @@ from .bank import AdapterBank, AdapterSet, Use
 from .batch import Batch, Refused
 from .engine import Decoded, Engine
 from .learner import Learner, LearnOutcome, Lesson
+from .requests import Finished, Request, Teach, Ticket
+from .sampling import Chosen, Sampling
+from .scheduler import Scheduler
 from .store import Store
 
 __all__ = [
     "AdapterBank",
     "AdapterSet",
     "Batch",
+    "Chosen",
     "Decoded",
     "Engine",
+    "Finished",
     "LearnOutcome",
     "Learner",
     "Lesson",
     "Refused",
+    "Request",
+    "Sampling",
+    "Scheduler",
     "Store",
+    "Teach",
+    "Ticket",
     "Use",
 ]

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from ..adapters import LoraSpec
-from ..functional import Cache
-from ..models import Decoder
+from ..models import Decoder, KVCache, ModelError
 from .bank import AdapterBank, AdapterSet
 from .batch import UNLABELLED, Batch, Refused, Run
-from .forward import serve
 from .learner import Learner, LearnOutcome, Lesson
 from .slots import Slot
 from .store import Store, tokens_sha256
@@ -37,6 +35,9 @@ class Engine:
         window: rows of each slot.
         cache_dtype: "float32", "float16", "bfloat16" or "q8_0".
         page_size: rows of a cache page; None: one piece a slot.
+        pages: how many of them; None: enough for all slots.
+        undo: how far a slot can be cut back where layers have sliding windows, which then keep no more rows than they
+            need; None: they keep all.
         chunk: the most rows of a forward, and of a chunk of a long reply that learns.
         store: where adapters, their journals and the log live; None: in memory alone.
         options: of the Learner.
@@ -50,22 +51,17 @@ class Engine:
         window: int | None = None,
         cache_dtype: str = "float16",
         page_size: int | None = None,
+        pages: int | None = None,
+        undo: int | None = None,
         chunk: int = 512,
         store: Store | None = None,
         **options,
     ):
-        config = model.config
-        window = config.max_position_embeddings if window is None else window
-        if slots < 1 or not 1 <= window <= config.max_position_embeddings:
-            raise ValueError(
-                f"Engine: slots must be 1 or more and window 1 to {config.max_position_embeddings}; "
-                f"got {slots=}, {window=}"
-            )
-        self.model, self.window, self.chunk = model.eval(), window, chunk
-        self.cache = Cache.allocate(
-            config.num_layers, slots, window, config.num_kv_heads, config.head_dim,
-            dtype=cache_dtype, page_size=page_size, device=model.device,
+        paged = {} if page_size is None else {"layout": "paged", "page_size": page_size, "pages": pages}
+        self.cache = KVCache(
+            model.config, slots, window, dtype=cache_dtype, undo=undo, device=model.device, **paged
         )  # fmt: skip
+        self.model, self.window, self.chunk = model.eval(), self.cache.window, chunk
         self.slots = [Slot(i) for i in range(slots)]
         self.bank = AdapterBank(model)
         self.learner = Learner(self.bank, self.cache, chunk=chunk, **options)
@@ -84,8 +80,26 @@ class Engine:
         """Serve this slot under these adapters (id -> scale: newest versions); rows of another set are forgotten."""
         key = adapters if isinstance(adapters, tuple) else self.bank.set_of(adapters)
         if self.slot(slot).key != key:
-            self.slots[slot].tokens.clear()
+            self.cut(slot, 0)
             self.slots[slot].key = key
+
+    def cut(self, slot: int, n: int) -> None:
+        """Forget a slot's rows from n on.
+
+        Raises:
+            Refused: more than it holds, or what precedes n is not all there (sliding windows).
+        """
+        held = self.slot(slot)
+        try:
+            self.cache.cut(slot, n)
+        except ModelError as why:
+            raise Refused(f"slot {slot}: {why}") from None
+        del held.tokens[n:]
+
+    def lend(self, lender: int, slot: int, start: int, end: int) -> None:
+        """Copy rows [start, end) of one slot behind the `start` rows that another, of the same adapters, has."""
+        self.cache.restore(self.cache.snapshot(lender, start, end), slot)
+        self.slots[slot].tokens += self.slots[lender].tokens[start:end]
 
     def train(self, adapter: str | None, lr: float = 1e-4) -> None:
         """Let labels in a batch teach this adapter at this rate; None: labels are refused."""
@@ -196,6 +210,10 @@ class Engine:
                 f"slot {slot} holds {len(held.tokens)} rows, not the {n_cached} that the lesson stands behind; "
                 "serve the prompt again, then learn"
             )
+        try:
+            self.cache.check_cut(slot, n_cached)
+        except ModelError as why:
+            raise Refused(f"slot {slot}: {why}; serve the prompt again, then learn") from None
         weight = None if weights is None else torch.as_tensor(weights, dtype=torch.float32)
         ids, label = (torch.as_tensor(t, dtype=torch.int64).cpu() for t in (tokens, labels))
         return Lesson(slot, n_cached, held.key, ids, label, weight)
@@ -211,9 +229,19 @@ class Engine:
                 raise Refused(
                     f"slot {run.slot}: {run.end - run.start} rows behind {held} are beyond its window of {self.window}"
                 )
+        self._check_room(runs)
         if batch.n_labels and self.trainable is None:
             raise Refused("the batch has labels and no adapter is trainable; name one with Engine.train")
         return runs
+
+    def _check_room(self, runs: list[Run]) -> None:
+        """Refuse more rows than the cache has pages for."""
+        ends = {run.slot: run.position + run.end - run.start for run in runs}
+        for group in self.cache.groups:
+            try:
+                group.check_room(ends)
+            except ModelError as why:
+                raise Refused(str(why)) from None
 
     def _lessons(self, batch: Batch, runs: list[Run]) -> list[Lesson]:
         lessons = []
@@ -236,7 +264,7 @@ class Engine:
             some = [run for run in runs if self.slots[run.slot].key == key]
             part = batch if len(keys) == 1 else Batch.join([batch.slice(run.start, run.end) for run in some])
             with self.bank.serving(key):
-                made = serve(self.model, self.cache, part)
+                made = self._forward(part, some)
             if len(keys) == 1:
                 logits = made
                 continue
@@ -245,10 +273,21 @@ class Engine:
             rank = batch.output.cumsum(0) - 1
             at = [rank[run.start : run.end][batch.output[run.start : run.end]] for run in some]
             logits[torch.cat(at).to(made.device)] = made
-        for run in runs:
-            self.slots[run.slot].tokens += batch.tokens[run.start : run.end].tolist()
         assert logits is not None
         return logits
+
+    @torch.no_grad()
+    def _forward(self, batch: Batch, runs: list[Run]) -> Tensor:
+        """Write rows into the cache; the logits of the output rows. The one forward of serving."""
+        device = self.model.device
+        step = self.cache.begin([(run.slot, run.end - run.start) for run in runs])
+        hidden = self.model.hidden(batch.tokens.to(device), kv_cache=step)
+        for run, tokens in zip(runs, batch.tokens.split([run.end - run.start for run in runs])):
+            self.slots[run.slot].tokens += tokens.tolist()
+        wanted = batch.output.nonzero().flatten()
+        if not len(wanted):
+            return hidden.new_empty(0, self.model.config.vocab_size)
+        return self.model.logits(hidden.index_select(0, wanted.to(device)))
 
 
 def said(lessons: list[Lesson], outcome: LearnOutcome) -> dict[str, Any]:

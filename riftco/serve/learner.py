@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from ..functional import Cache
+from ..models import KVCache
 from ..optim import Adam
 from ..train.chunked import Rows, adjoint_bytes, rows_of, runs_of, walk
 from ..train.state import flatten_optimizer, random_state, set_random_state, unflatten_optimizer
@@ -114,7 +114,7 @@ class Learner:
     def __init__(
         self,
         bank: AdapterBank,
-        cache: Cache,
+        cache: KVCache,
         *,
         chunk: int = 512,
         lr_range: tuple[float, float] = (1e-7, 1e-1),
@@ -281,7 +281,7 @@ class Learner:
             context = self._context(lesson, ids)
             with self.bank.learning(lesson.key, adapter):
                 for start, end in runs_of(lesson.label):
-                    before = None if context is None or not start else _head(context, start)
+                    before = None if context is None or not start else context.first(start)
                     total += walk(
                         self.bank.model, ids[start:end], label[start:end], chunk=self.chunk,
                         row_weight=None if weight is None else weight[start:end], denominator=labelled,
@@ -308,7 +308,3 @@ class Learner:
         device = self.bank.model.device
         weight = lesson.label_weight
         return lesson.tokens.to(device), lesson.label.to(device), None if weight is None else weight.to(device)
-
-
-def _head(rows: Rows, n: int) -> Rows:
-    return Rows([t[:n] for t in rows.keys], [t[:n] for t in rows.values])

@@ -63,7 +63,7 @@ class OneGraph(torch.nn.Module):
         rows = []
 
         class Attends:
-            def attend(self, layer, q, k, v):
+            def attend(self, layer, q, k, v, **_):
                 rows.append((k[0], v[0]))
                 k, v = (torch.cat([a, b[0]])[None] for a, b in zip(old[layer], (k, v)))
                 T, S = q.shape[1], k.shape[1]
@@ -98,8 +98,8 @@ def objective(made, lessons, served=False):
     graph, total = OneGraph(made.model), torch.zeros(())
     count = sum(int((label >= 0).sum()) for _, _, _, label, _ in lessons)
     for slot, prefix, ids, label, weight in lessons:
-        whole = [made.cache.dequantized(i) for i in range(LAYERS)]
-        old = [tuple(t[slot, :prefix].float() for t in layer) for layer in whole]
+        layers = [made.cache.layer(i) for i in range(LAYERS)]
+        old = [tuple(t[slot, :prefix] for t in cache.dequantized(place)) for cache, place in layers]
         done = 0
         for start, end in runs_of(label):
             if start > done:  # as served

@@ -25,8 +25,12 @@ def bytes_of(*tensors):
 
 
 def cache_bytes(made):
-    stored = [t for c in made.cache.layers for t in (c.k, c.v, c.k_scale, c.v_scale) if t is not None]
-    return bytes_of(*stored)
+    return bytes_of(*stored(made))
+
+
+def stored(made):
+    layers = [c for group in made.cache.groups for c in group.cache.layers]
+    return [t for c in layers for t in (c.k, c.v, c.k_scale, c.v_scale) if t is not None]
 
 
 def state_bytes(made):
@@ -45,10 +49,8 @@ def state_bytes(made):
 
 def serving(cache_dtype="float16", page_size=None, **options):
     made = engine(cache_dtype=cache_dtype, page_size=page_size, **options)
-    for layer in made.cache.layers:  # rows that were never written are compared too
-        for t in (layer.k, layer.v, layer.k_scale, layer.v_scale):
-            if t is not None:
-                t.zero_()
+    for t in stored(made):  # rows that were never written are compared too
+        t.zero_()
     for slot in range(3):
         prefill(made, slot, PROMPT if slot == 1 else tokens(7, 20 + slot))
     return made

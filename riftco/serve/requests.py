@@ -1,0 +1,97 @@
+"""What is asked of the scheduler, and what comes back."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .learner import LearnOutcome
+from .sampling import Chosen, Sampling
+
+
+@dataclass(frozen=True)
+class Teach:
+    """Learn this turn's reply, or `reply` in its place, on its slot before it is released."""
+
+    adapter: str
+    lr: float
+    reply: Sequence[int] | None = None  # with its end-of-turn token; None: the reply that was served
+    note: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and how to go on from it.
+
+    Attributes:
+        prompt: token ids, at least one.
+        max_new_tokens: at most so many; the window ends it too.
+        stop_ids: a reply ends with one of these, which is part of the reply's tokens and of what is learned.
+        adapters: id -> scale; the newest versions at the time the request begins.
+        slot: the slot that it must run on, or None.
+        teach: learn on the slot when the turn is done.
+    """
+
+    prompt: Sequence[int]
+    max_new_tokens: int = 128
+    sampling: Sampling = field(default_factory=Sampling)
+    stop_ids: Collection[int] = ()
+    adapters: Mapping[str, float] = field(default_factory=dict)
+    slot: int | None = None
+    teach: Teach | None = None
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The end of a reply.
+
+    Attributes:
+        why: "stop" (a stop token, or stop() on the ticket), "length", "cancelled" or "error".
+        slot: where it ran.
+        cached, prompt: how many tokens of the prompt were there already, of how many.
+        learn: the outcome where the request was to teach; a turn that failed or was cancelled has none.
+        error: what went wrong.
+    """
+
+    why: str
+    slot: int | None = None
+    cached: int = 0
+    prompt: int = 0
+    learn: LearnOutcome | None = None
+    error: str | None = None
+
+
+class Ticket:
+    """A request on its way: iterate over its tokens; afterwards `finished` says how it ended."""
+
+    def __init__(self, request: Request):
+        self.request = request
+        self.tokens: list[int] = []
+        self.finished: Finished | None = None
+        self.cancelled = self.stopped = False
+        self._queue: queue.SimpleQueue[Chosen | Finished] = queue.SimpleQueue()
+
+    def cancel(self) -> None:
+        """Nobody reads any more: end it, and learn nothing."""
+        self.cancelled = True
+
+    def stop(self) -> None:
+        """End the reply after the tokens so far (a stop string was seen); it may still teach."""
+        self.stopped = True
+
+    def put(self, event: Chosen | Finished) -> None:
+        if isinstance(event, Finished):
+            self.finished = event
+        else:
+            self.tokens.append(event.token)
+        self._queue.put(event)
+
+    def next(self, timeout: float | None = None) -> Chosen | Finished:
+        """The next event; raises queue.Empty after `timeout` seconds without one."""
+        return self._queue.get(timeout=timeout)
+
+    def __iter__(self) -> Iterator[Chosen]:
+        while not isinstance(event := self.next(), Finished):
+            yield event

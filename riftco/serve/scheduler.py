@@ -1,0 +1,293 @@
+"""Continuous batching: every iteration is one batch of decode rows and prefill chunks of whatever is there."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..models import ModelError
+from ..train.duty import DutyCycle
+from .bank import AdapterSet
+from .batch import Batch, Refused
+from .engine import Engine
+from .learner import LearnOutcome
+from .requests import Finished, Request, Teach, Ticket
+from .sampling import Sampler
+from .slots import Slot, State
+
+log = logging.getLogger(__name__)
+BORROW = 32  # rows of a neighbour's prefix below which reading them again is as cheap as copying them
+LEARN_DUTY = 0.10  # the part of the time that learning may take while others wait
+
+
+@dataclass
+class Turn:
+    """A request on its slot."""
+
+    ticket: Ticket
+    slot: Slot
+    prompt: list[int]
+    sampler: Sampler
+    cached: int
+    why: str | None = None  # how the reply ended, once it has
+    learn: LearnOutcome | None = None
+
+    @property
+    def reply(self) -> list[int]:
+        return self.ticket.tokens
+
+    @property
+    def pending(self) -> list[int]:
+        """Tokens that the slot has not read: the rest of the prompt, or the newest token."""
+        read = len(self.slot.tokens)
+        return self.prompt[read:] if read < len(self.prompt) else self.reply[read - len(self.prompt) :]
+
+
+class Scheduler:
+    """Runs requests on an engine's slots. `step` does one iteration; `start` does them on a thread.
+
+    Args:
+        engine: not to be used by anyone else while this runs, but within `paused`.
+        duty: the part of the time that learning may take while other slots are busy.
+        queue: how many requests may wait.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        duty: float = LEARN_DUTY,
+        queue: int = 1024,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.engine, self.limit, self.clock = engine, queue, clock
+        self.waiting: deque[Ticket] = deque()
+        self.turns: dict[int, Turn] = {}
+        self.duty = DutyCycle(duty, clock=clock)
+        self.lock = threading.RLock()  # held for an iteration: between two of them others may use the engine
+        self._work = threading.Condition(self.lock)
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._ticks = 0
+
+    def submit(self, request: Request) -> Ticket:
+        """Queue a request.
+
+        Raises:
+            Refused: it can never run as it stands, or too many wait.
+        """
+        with self._work:
+            self.check(request)
+            if len(self.waiting) >= self.limit:
+                raise Refused(f"{self.limit} requests wait already; try again later")
+            ticket = Ticket(request)
+            self.waiting.append(ticket)
+            self._work.notify()
+            return ticket
+
+    def check(self, request: Request) -> None:
+        engine, vocab = self.engine, self.engine.model.config.vocab_size
+        if not len(request.prompt):
+            raise Refused("the prompt is empty; accepted: at least one token")
+        if len(request.prompt) > engine.window:
+            raise Refused(f"the prompt has {len(request.prompt)} tokens, more than the window of {engine.window}")
+        for token in request.prompt:
+            if not 0 <= token < vocab:
+                raise Refused(f"token {token} is outside the vocabulary of {vocab}")
+        if request.max_new_tokens < 1:
+            raise Refused(f"max_new_tokens must be at least 1; got {request.max_new_tokens}")
+        request.sampling.check(vocab)
+        engine.bank.set_of(request.adapters)
+        if request.slot is not None:
+            engine.slot(request.slot)
+
+    def step(self) -> bool:
+        """One iteration; False when there was nothing to do."""
+        with self.lock:
+            self._drop_cancelled()
+            self._admit()
+            self._finish()
+            batch, turns = self._batch()
+            if batch is None:
+                return bool(self.turns)
+            try:
+                logits = self.engine.decode(batch).logits
+            except Exception as why:  # what the slots hold is what was served before; the next batch may succeed
+                log.exception("a batch of %d rows failed", len(batch))
+                for turn in turns:
+                    self._end(turn, Finished("error", turn.slot.id, error=f"{type(why).__name__}: {why}"))
+                return True
+            self._choose(logits, turns)
+            self._finish()
+            return True
+
+    def run(self) -> None:
+        """Iterate until there is nothing left to do."""
+        while self.step() or self.waiting:
+            pass
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._loop, name="riftco-scheduler", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread; what has not ended is cancelled."""
+        with self._work:
+            self._stopping = True
+            self._work.notify()
+        if self._thread is not None:
+            self._thread.join()
+        with self.lock:
+            for ticket in [*self.waiting, *(turn.ticket for turn in self.turns.values())]:
+                ticket.cancel()
+            self._drop_cancelled()
+
+    def _loop(self) -> None:
+        while True:
+            with self._work:
+                if self._stopping:
+                    return
+                if not self.waiting and not self.turns:
+                    self._work.wait()
+                    continue
+            if not self.step():
+                time.sleep(0.001)
+
+    def _drop_cancelled(self) -> None:
+        for ticket in [t for t in self.waiting if t.cancelled]:
+            self.waiting.remove(ticket)
+            ticket.put(Finished("cancelled"))
+        for turn in [t for t in self.turns.values() if t.ticket.cancelled]:
+            self.duty.drop()
+            self._end(turn, Finished("cancelled", turn.slot.id, turn.cached, len(turn.prompt)))
+
+    def _admit(self) -> None:
+        """Give waiting requests the idle slots, as they came; who waits for a slot of its own lets others by."""
+        for ticket in list(self.waiting):
+            idle = [s for s in self.engine.slots if s.id not in self.turns]
+            wanted = ticket.request.slot
+            if wanted is not None:
+                idle = [s for s in idle if s.id == wanted]
+            if not idle:
+                continue
+            self.waiting.remove(ticket)
+            try:
+                self._begin(ticket, idle)
+            except Refused as why:  # an adapter that went away while it waited
+                ticket.put(Finished("error", error=str(why)))
+
+    def _begin(self, ticket: Ticket, idle: list[Slot]) -> None:
+        request, engine = ticket.request, self.engine
+        prompt, key = list(request.prompt), engine.bank.set_of(request.adapters)
+        sampler = Sampler(request.sampling, prompt, engine.model.config.vocab_size, engine.model.device)
+        slot = max(idle, key=lambda s: (s.common(prompt, key), not s.tokens, -s.used))
+        engine.use(slot.id, key)
+        self._keep(slot, min(slot.common(prompt, key), len(prompt) - 1))  # the last row's logits are needed
+        self._borrow(slot, prompt, key)
+        self._ticks += 1
+        slot.used, slot.state = self._ticks, State.PREFILLING
+        self.turns[slot.id] = Turn(ticket, slot, prompt, sampler, len(slot.tokens))
+
+    def _keep(self, slot: Slot, n: int) -> None:
+        """Cut the slot to n rows, or to none where a sliding window has let go of what precedes them."""
+        try:
+            self.engine.cut(slot.id, n)
+        except Refused:
+            self.engine.cut(slot.id, 0)
+
+    def _borrow(self, slot: Slot, prompt: list[int], key: AdapterSet) -> None:
+        """Copy the rows of a longer prefix from another slot."""
+        lender = max(self.engine.slots, key=lambda s: s.common(prompt, key))
+        start, end = len(slot.tokens), min(lender.common(prompt, key), len(prompt) - 1)
+        if end >= start + BORROW:
+            try:
+                self.engine.lend(lender.id, slot.id, start, end)
+            except ModelError as why:  # its sliding windows have moved on, or pages are short: read them again
+                log.debug("slot %d lends nothing to slot %d: %s", lender.id, slot.id, why)
+
+    def _batch(self) -> tuple[Batch | None, list[Turn]]:
+        """Decode rows of every slot that has one, then prefill chunks while there is room."""
+        room, parts, turns = self.engine.chunk, [], []
+        for turn in sorted(self.turns.values(), key=lambda t: (t.slot.state != State.DECODING, t.slot.used)):
+            if turn.why is not None or room < 1:
+                continue
+            pending = turn.pending
+            rows = pending[:room]
+            room -= len(rows)
+            last = len(rows) == len(pending)
+            parts.append(Batch.of(turn.slot.id, len(turn.slot.tokens), rows, output="last" if last else "none"))
+            turns.append(turn)
+        return (Batch.join(parts), turns) if parts else (None, [])
+
+    def _choose(self, logits: torch.Tensor, turns: list[Turn]) -> None:
+        """Sample the next token of each turn whose prompt is read."""
+        ready = [turn for turn in turns if not turn.pending]
+        if not ready:
+            return
+        drawn = torch.cat([turn.sampler.choose(row) for turn, row in zip(ready, logits, strict=True)])
+        for turn, row, token in zip(ready, logits, drawn.tolist()):  # one wait for the device
+            turn.slot.state = State.DECODING
+            turn.ticket.put(turn.sampler.report(row, token))
+            request = turn.ticket.request
+            if token in request.stop_ids or turn.ticket.stopped:
+                turn.why = "stop"
+            elif len(turn.reply) >= request.max_new_tokens or len(turn.prompt) + len(turn.reply) > self.engine.window:
+                turn.why = "length"
+
+    def _finish(self) -> None:
+        """End the turns that are done; those that teach hold their slot until their lesson's time has come."""
+        for turn in [t for t in self.turns.values() if t.why is not None]:
+            teach = turn.ticket.request.teach
+            if teach is not None:
+                turn.slot.state = State.LEARNING
+                others = any(t.why is None for t in self.turns.values())
+                if others and self.duty.debt > 0:
+                    continue
+                turn.learn = self._teach(turn, teach)
+            assert turn.why is not None
+            self._end(turn, Finished(turn.why, turn.slot.id, turn.cached, len(turn.prompt), turn.learn))
+
+    def _teach(self, turn: Turn, teach: Teach) -> LearnOutcome:
+        reply = list(turn.reply if teach.reply is None else teach.reply)
+        if not reply:
+            return LearnOutcome(False, "the reply to learn is empty", adapter=teach.adapter)
+        try:
+            return self.learn(turn.slot.id, turn.prompt, reply, teach.adapter, teach.lr, note=teach.note)
+        except Exception as why:  # taken back; the turn was served
+            log.exception("a learn on slot %d failed", turn.slot.id)
+            return LearnOutcome(False, f"{type(why).__name__}: {why}", adapter=teach.adapter)
+
+    def learn(
+        self, slot: int, prompt: list[int], reply: list[int], adapter: str, lr: float,
+        *, note: Mapping[str, Any] | None = None, **options,
+    ) -> LearnOutcome:  # fmt: skip
+        """Learn a reply behind the prompt that a slot served; the one learner of every route.
+
+        The slot must hold the prompt as it was served, all but its last token perhaps: it is compared token by token.
+        """
+        with self.lock:
+            began, held = self.clock(), self.engine.slot(slot).tokens
+            n = len(prompt) - 1
+            for i, (mine, asked) in enumerate(zip(held, prompt[:n])):
+                if mine != asked:
+                    why = (
+                        f"slot {slot} served another prompt: it differs at token {i} of {n}; serve this one, then learn"
+                    )
+                    return LearnOutcome(False, why, adapter=adapter)
+            outcome = self.engine.learn(
+                slot, n, [prompt[-1], *reply[:-1]], reply, adapter=adapter, lr=lr, note=note, **options
+            )
+            self.duty.worked(self.clock() - began)
+            return outcome
+
+    def _end(self, turn: Turn, finished: Finished) -> None:
+        turn.slot.state = State.IDLE
+        del self.turns[turn.slot.id]
+        turn.ticket.put(finished)
