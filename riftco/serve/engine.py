@@ -57,9 +57,10 @@ class Engine:
         store: Store | None = None,
         **options,
     ):
-        paged = {} if page_size is None else {"layout": "paged", "page_size": page_size, "pages": pages}
+        layout, rows = ("slot", 1) if page_size is None else ("paged", page_size)
         self.cache = KVCache(
-            model.config, slots, window, dtype=cache_dtype, undo=undo, device=model.device, **paged
+            model.config, slots, window, dtype=cache_dtype, layout=layout, page_size=rows, pages=pages, undo=undo,
+            device=model.device,
         )  # fmt: skip
         self.model, self.window, self.chunk = model.eval(), self.cache.window, chunk
         self.slots = [Slot(i) for i in range(slots)]

@@ -9,6 +9,7 @@ from objective import HEAD, K, Seen, add, engine, prefill, tokens
 import riftco.serve.learner as learner_module
 import riftco.train.chunked as chunked
 from riftco.adapters import AdapterError, LoraSpec
+from riftco.models import Decoder
 from riftco.serve import Batch, Refused, Use
 
 PROMPT, REPLY = tokens(11, 1), tokens(9, 2)
@@ -163,8 +164,8 @@ STAGES = [  # where, and at which call
     (learner_module, "rows_of", 1),
     (chunked, "attention_with_cache", 1),
     (chunked, "attention_with_cache", 9),
-    (chunked, "sliced_head_loss", 1),
-    (chunked, "sliced_head_loss", 2),
+    (Decoder, "head_loss", 1),
+    (Decoder, "head_loss", 2),
     (torch.autograd, "backward", 1),
     (torch.autograd, "backward", 2),
     (learner_module, "walk", 1),
