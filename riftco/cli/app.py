@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from .. import __version__
-from . import data, doctor, evaluate, explain, finetune, generate, memory, quickstart, train_tiny
+from . import chat, data, doctor, evaluate, explain, finetune, generate, memory, quickstart, train_tiny
 
 app = typer.Typer(
     name="riftco",
@@ -33,6 +33,7 @@ app.command("quickstart")(quickstart.quickstart)
 app.command("finetune")(finetune.finetune)
 app.command("train-tiny")(train_tiny.train_tiny)
 app.command("evaluate")(evaluate.evaluate)
+app.command("chat")(chat.chat)
 app.command("generate")(generate.generate)
 app.command("memory")(memory.memory)
 app.command("explain")(explain.explain)

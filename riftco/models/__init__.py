@@ -9,13 +9,14 @@ from .installed import smollm2_path
 from .kv_cache import KVCache
 from .load import load_model, load_tokenizer
 from .save import save_hf
-from .tokenizer import Tokenizer
+from .tokenizer import Text, Tokenizer
 
 __all__ = [
     "Decoder",
     "DecoderConfig",
     "KVCache",
     "ModelError",
+    "Text",
     "Tokenizer",
     "base_digest",
     "generate",

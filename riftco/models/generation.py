@@ -11,7 +11,7 @@ from torch import Tensor
 from .decoder import Decoder, too_long
 from .errors import ModelError
 from .kv_cache import KVCache
-from .tokenizer import Tokenizer
+from .tokenizer import Text, Tokenizer
 
 
 def generate(
@@ -120,20 +120,9 @@ def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Ge
 
 
 def _as_text(tokenizer: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:
-    """Pieces of text, held back while they end inside a character; each decoded behind the one before it, so that
-    spaces between words survive."""
-    ids: list[int] = []
-    before, shown = 0, 0  # ids[before:shown] is the piece before; ids[:shown] are out
-
-    def piece() -> str:
-        known = tokenizer.decode(ids[before:shown], skip_special_tokens=True)
-        return tokenizer.decode(ids[before:], skip_special_tokens=True)[len(known) :]
-
+    text = Text(tokenizer)
     for token in tokens:
-        ids.append(token)
-        text = piece()
-        if text and not text.endswith("�"):
-            yield text
-            before, shown = shown, len(ids)
-    if shown < len(ids) and (text := piece()):
-        yield text
+        if piece := text.add(token):
+            yield piece
+    if rest := text.rest():
+        yield rest

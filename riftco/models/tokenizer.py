@@ -70,15 +70,20 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return self.hf.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False) -> str:
-        """The text that the model's chat template makes of OpenAI-style messages."""
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False, **options: Any
+    ) -> str:
+        """The text that the model's chat template makes of OpenAI-style messages.
+
+        `options` are the template's own (`enable_thinking`, `tools`).
+        """
         if not self.has_chat_template:
             raise ModelError("this model has no chat template; accepted: plain text, or a chat model")
         import jinja2
 
         try:
             return self.hf.apply_chat_template(
-                [dict(m) for m in messages], tokenize=False, add_generation_prompt=add_generation_prompt
+                [dict(m) for m in messages], tokenize=False, add_generation_prompt=add_generation_prompt, **options
             )
         except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as why:
             raise ModelError(f"the chat template refuses these messages: {why}") from why
@@ -86,6 +91,32 @@ class Tokenizer:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write tokenizer.json, tokenizer_config.json and the chat template into `folder`."""
         self.hf.save_pretrained(str(folder))
+
+
+class Text:
+    """Pieces of whole characters out of tokens as they come; each decoded behind the one before it, so that spaces
+    between words survive."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer, self.ids = tokenizer, list[int]()
+        self._before = self._shown = 0  # ids[before:shown] is the piece before; ids[:shown] are out
+
+    def _piece(self) -> str:
+        known = self.tokenizer.decode(self.ids[self._before : self._shown], skip_special_tokens=True)
+        return self.tokenizer.decode(self.ids[self._before :], skip_special_tokens=True)[len(known) :]
+
+    def add(self, token: int) -> str:
+        """What can be shown now: nothing while it ends inside a character."""
+        self.ids.append(token)
+        text = self._piece()
+        if not text or text.endswith("\ufffd"):
+            return ""
+        self._before, self._shown = self._shown, len(self.ids)
+        return text
+
+    def rest(self) -> str:
+        """At the end: what is left, broken characters included."""
+        return self._piece() if self._shown < len(self.ids) else ""
 
 
 def from_folder(folder: Path, stop_ids: Sequence[int] = ()) -> Tokenizer:

@@ -2,6 +2,7 @@
 
 from .bank import AdapterBank, AdapterSet, Use
 from .batch import Batch, Refused
+from .conversation import Chat, reply_tokens, serving_prompt_tokens
 from .engine import Decoded, Engine
 from .learner import Learner, LearnOutcome, Lesson
 from .requests import Finished, Request, Teach, Ticket
@@ -13,6 +14,7 @@ __all__ = [
     "AdapterBank",
     "AdapterSet",
     "Batch",
+    "Chat",
     "Chosen",
     "Decoded",
     "Engine",
@@ -28,4 +30,6 @@ __all__ = [
     "Teach",
     "Ticket",
     "Use",
+    "reply_tokens",
+    "serving_prompt_tokens",
 ]

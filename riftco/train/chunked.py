@@ -48,7 +48,7 @@ class Rows(NamedTuple):
     values: list[Tensor]
 
     @property
-    def count(self) -> int:
+    def n(self) -> int:
         return len(self.keys[0])
 
     def first(self, n: int) -> Rows:
@@ -116,7 +116,7 @@ class _Run:
         device = self.slots.device
         self.start, self.end = chunk
         self.cu_q = torch.tensor([0, self.end - self.start], dtype=torch.int32, device=device)
-        known = self.before.count if self.before else 0
+        known = self.before.n if self.before else 0
         self.cu_k = torch.tensor([0, known + self.end], dtype=torch.int32, device=device)
         self.own: dict[int, tuple[Tensor, Tensor]] = {}
         self.taps: dict[int, tuple[Tensor, Tensor]] = {}
@@ -203,7 +203,7 @@ def walk(
 
     Source: the recurrences of the KV cache unrolled by chunks, as in truncated backpropagation, but not truncated.
     """
-    first = prefix + (before.count if before else 0)  # the position of the run's first row
+    first = prefix + (before.n if before else 0)  # the position of the run's first row
     _check(model, input_ids, target, row_weight, chunk, cache, prefix, first)
     labelled = (target >= 0).nonzero().flatten().tolist()
     if not labelled:

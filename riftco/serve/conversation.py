@@ -1,0 +1,105 @@
+"""Conversations as tokens: one function makes a prompt for serving and for learning, so that both see the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ..models import Text, Tokenizer
+from .batch import Refused
+from .learner import LearnOutcome
+from .requests import Finished, Request, Ticket
+from .sampling import Sampling
+from .scheduler import Scheduler
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+def serving_prompt_tokens(tokenizer: Tokenizer, messages: Messages, **options: Any) -> list[int]:
+    """The tokens that a conversation is served with; `options` are the chat template's own."""
+    return tokenizer.encode(tokenizer.render_chat(messages, add_generation_prompt=True, **options))
+
+
+def end_of_turn(tokenizer: Tokenizer) -> list[int]:
+    """What the chat template puts behind an answer, up to the token that ends generation."""
+    marked = tokenizer.render_chat([{"role": "user", "content": "x"}, {"role": "assistant", "content": "answer"}])
+    after = tokenizer.encode(marked[marked.rindex("answer") + len("answer") :])
+    for i, token in enumerate(after):
+        if token in tokenizer.stop_ids:
+            return after[: i + 1]
+    return [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+
+
+def reply_tokens(tokenizer: Tokenizer, message: Mapping[str, Any]) -> list[int]:
+    """The tokens of an assistant's message that can be learned: its text and the end of its turn.
+
+    Raises:
+        Refused: tool calls, reasoning, media, or no text.
+    """
+    if message.get("role") != "assistant":
+        raise Refused(f"the last message must be the assistant's reply; got role {message.get('role')!r}")
+    for name in ("tool_calls", "reasoning_content"):
+        if message.get(name):
+            raise Refused(f"a reply with {name} cannot be learned; send its text alone")
+    text = message.get("content")
+    if not isinstance(text, str):
+        raise Refused("a reply with media or parts cannot be learned; send one text")
+    if not text:
+        raise Refused("the reply to learn is empty")
+    return [*tokenizer.encode(text), *end_of_turn(tokenizer)]
+
+
+class Chat:
+    """One conversation on one slot, which can be corrected.
+
+    Args:
+        scheduler: of the engine.
+        tokenizer: the model's.
+        adapter: what serves (if promoted) and learns; None: the base, which learns nothing.
+        system: a system message.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, tokenizer: Tokenizer, *, adapter: str | None = None, system: str | None = None
+    ):
+        self.scheduler, self.tokenizer, self.adapter = scheduler, tokenizer, adapter
+        self.messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
+        self.finished: Finished | None = None
+        self._asked: list[int] = []
+
+    def say(self, text: str, *, max_new_tokens: int = 256, sampling: Sampling | None = None) -> Iterator[str]:
+        """Ask; yields the answer piece by piece, while it is made."""
+        self.messages.append({"role": "user", "content": text})
+        self._asked = serving_prompt_tokens(self.tokenizer, self.messages)
+        request = Request(
+            self._asked,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling or Sampling(),
+            stop_ids=self.tokenizer.stop_ids,
+            adapters={} if self.adapter is None else {self.adapter: 1.0},
+        )
+        return self._read(self.scheduler.submit(request))
+
+    def _read(self, ticket: Ticket) -> Iterator[str]:
+        text, shown = Text(self.tokenizer), ""
+        for chosen in ticket:
+            if chosen.token not in self.tokenizer.stop_ids and (piece := text.add(chosen.token)):
+                shown += piece
+                yield piece
+        if rest := text.rest():
+            shown += rest
+            yield rest
+        self.finished = ticket.finished
+        self.messages.append({"role": "assistant", "content": shown})
+
+    def correct(self, reply: str, *, lr: float, steps: int = 1) -> list[LearnOutcome]:
+        """Learn this in place of the last answer; the conversation goes on from it."""
+        if self.finished is None or self.finished.slot is None or self.adapter is None:
+            raise Refused("there is no answer to correct" if self.adapter else "no adapter learns here")
+        message = {"role": "assistant", "content": reply}
+        tokens, outcomes = reply_tokens(self.tokenizer, message), []
+        for _ in range(steps):
+            outcomes.append(self.scheduler.learn(self.finished.slot, self._asked, tokens, self.adapter, lr))
+        if outcomes and outcomes[-1].success:
+            self.messages[-1] = message
+        return outcomes

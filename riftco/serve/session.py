@@ -1,0 +1,60 @@
+"""One model, one learning adapter and one conversation: what `riftco chat` opens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..adapters import LoraSpec
+from ..models import base_digest
+from ..train.use import load
+from .conversation import Chat
+from .engine import Engine
+from .scheduler import Scheduler
+from .store import Store
+
+ADAPTER = "chat"
+
+
+@dataclass
+class Talk:
+    engine: Engine
+    scheduler: Scheduler
+    chat: Chat
+    system: str | None
+
+    def restart(self) -> None:
+        self.chat = Chat(self.scheduler, self.chat.tokenizer, adapter=ADAPTER, system=self.system)
+
+    def promote(self) -> int:
+        with self.scheduler.lock:
+            return self.engine.promote(ADAPTER)
+
+    def undo(self, steps: int) -> int:
+        with self.scheduler.lock:
+            return self.engine.undo(ADAPTER, steps)
+
+    def close(self) -> None:
+        self.scheduler.close()
+
+
+def open_chat(
+    path: str,
+    *,
+    train_dir: str | None = None,
+    rank: int = 8,
+    window: int | None = None,
+    cache: str = "q8_0",
+    weights: str = "auto",
+    device: str = "auto",
+    system: str | None = None,
+) -> Talk:
+    """Load a model; its adapter is that of `train_dir`, or a new one."""
+    loaded = load(path, weights=weights, device=device)
+    store = None if train_dir is None else Store(train_dir, base_digest(path), path)
+    longest = loaded.model.config.max_position_embeddings
+    engine = Engine(loaded.model, window=min(window or 4096, longest), cache_dtype=cache, store=store)
+    if ADAPTER not in engine.bank.adapters:
+        engine.create(ADAPTER, LoraSpec(rank=rank, alpha=2.0 * rank))
+    scheduler = Scheduler(engine)
+    scheduler.start()
+    return Talk(engine, scheduler, Chat(scheduler, loaded.tokenizer, adapter=ADAPTER, system=system), system)
