@@ -11,17 +11,18 @@ import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..adapters import AdapterError, LoraSpec
-from ..adapters.lora import adapted, layers_to_adapt
+from ..adapters.lora import adapted
+from ..adapters.plan import plan_adapter
 from ..functional import lora_linear
 from ..models import Decoder
-from ..nn import LoRALinear
+from ..nn import GGUFLinear, LoRALinear, NF4Linear
 from .batch import Refused
 
 PREPARED = 8  # how many sets' layers are kept ready
@@ -94,8 +95,6 @@ class AdapterBank:
         if id in self.adapters or not id or not id.replace("-", "").replace("_", "").replace(".", "").isalnum():
             taken = "is taken" if id in self.adapters else "must be letters, digits, '-', '_' and '.'"
             raise Refused(f"adapter id {id!r} {taken}")
-        if spec.use_dora:
-            raise AdapterError("a DoRA adapter cannot be served or learn in place; merge it into the model first")
         fresh = _fresh(self.model, spec, seed)
         if state is not None:
             _check_state(id, fresh, state)
@@ -219,10 +218,18 @@ def digest(state: State) -> str:
 
 def _fresh(model: Decoder, spec: LoraSpec, seed: int) -> dict[str, Tensor]:
     """A new adapter's tensors on the model's device."""
+    plan = plan_adapter(model, spec)
+    more = [f for f in fields(plan) if f.name != "layers" and getattr(plan, f.name)]
+    if more or spec.use_dora or spec.bias != "none" or any(isinstance(m, nn.Embedding) for m in plan.layers.values()):
+        raise AdapterError(
+            "a server takes adapters that are LoRA on linear layers alone; DoRA, embeddings, biases, whole modules and "
+            "single tokens cannot be switched between requests: merge such an adapter into the model first"
+        )
     state = {}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        for path, linear in layers_to_adapt(model, spec).items():
+        for path, linear in plan.layers.items():
+            assert isinstance(linear, (nn.Linear, NF4Linear, GGUFLinear))
             layer = LoRALinear(linear, spec.rank_of(path), spec.alpha_of(path))
             state[f"{path}.lora_A.weight"] = layer.lora_A.weight.detach()
             state[f"{path}.lora_B.weight"] = layer.lora_B.weight.detach()

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from ..adapters.peft_files import CONFIG, PREFIX, WEIGHTS, peft_config, read_spec
+from ..adapters.peft_config import CONFIG, peft_config, read_spec
+from ..adapters.peft_files import PREFIX, WEIGHTS
 from ..train.checkpoint import (
     CheckpointError,
     checkpoints,
