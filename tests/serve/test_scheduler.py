@@ -356,3 +356,21 @@ def test_two_adapters_at_once():
         for a in ({"a": 1.0}, {"a": 1.0, "b": 1.0})
     )
     assert one != two
+
+
+def test_one_slot_and_a_client_that_takes_it_all_the_time():
+    """Every turn that carries a lesson is learned, though another request always waits for the only slot."""
+    made, outcomes, served = scheduler(slots=1), [], 0
+    for _ in range(4):
+        rivals = [made.submit(Request(PROMPTS[2], max_new_tokens=3))]
+        mine = made.submit(Request(PROMPTS[0], max_new_tokens=2, teach=Teach("a", 1e-2, [7, 8, 9])))
+        while mine.finished is None:
+            made.step()
+            if rivals[-1].finished is not None:
+                rivals.append(made.submit(Request(PROMPTS[2], max_new_tokens=3)))
+        outcomes.append(mine.finished.learn)
+        made.run()
+        served += sum(t.finished.why == "length" for t in rivals)
+    assert all(o.success for o in outcomes) and served >= 4
+    losses = [o.loss_before for o in outcomes]
+    assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]
