@@ -40,7 +40,8 @@ struct Gate {  // the activation is g * s, its derivative is slope
 
 inline float sigmoid(float x) {
   const float e = precise::exp(-abs(x));  // never above 1, so that nothing overflows
-  return (x >= 0.0f ? 1.0f : e) / (1.0f + e);
+  // exactly 0 where exp(-x) is beyond float32, as in PyTorch's x / (1 + exp(-x)): an infinite factor then gives NaN
+  return (x >= 0.0f ? 1.0f : x < -88.72284f ? 0.0f : e) / (1.0f + e);
 }
 
 // The standard normal's distribution function, to float32's accuracy. Metal has no erf: around 0 a polynomial in g^2,

@@ -17,6 +17,8 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (space left, row), ascending
+    if lengths and min(lengths) < 0:
+        raise ValueError(f"lengths must be at least 0; got {min(lengths)}")
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         at = bisect.bisect_left(room, (lengths[i], -1))
         if at == len(room):

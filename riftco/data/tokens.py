@@ -26,7 +26,8 @@ from .sampler import ShuffledOrder, WindowSampler
 
 SUFFIXES = (".npy", ".npz", ".safetensors")
 INTEGERS = {"I64": "<i8", "I32": "<i4", "I16": "<i2", "U16": "<u2", "U8": "<u1", "F32": "<f4"}
-ACCEPTED = "int64, int32, int16, uint16 or uint8"
+WIDE = ("uint32", "int64")  # converted to int64, all smaller ones to int32
+ACCEPTED = ("int64", "int32", "int16", "int8", "uint32", "uint16", "uint8")
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,13 @@ class TokenArrays:
         if self.ids.ndim not in (1, 2) or 0 in self.ids.shape:
             raise DataError(f"ids must be [rows, T] or one corpus [N], and not empty; got {self.ids.shape}")
         for name, array in self.given().items():
-            kind = "f" if name.endswith("weights") else "iu"
+            accepted = ("float32",) if name.endswith("weights") else ACCEPTED
             lead = array.shape[: self.ids.ndim]
             extra = array.ndim - self.ids.ndim
             if lead != self.ids.shape or extra not in ((1,) if "topk" in name else (0, 1) if "seq" in name else (0,)):
                 raise DataError(f"{name} {array.shape} does not fit ids {self.ids.shape}")
-            if array.dtype.kind not in kind or (kind == "f" and array.dtype != np.float32):
-                raise DataError(f"{name} must be {'float32' if kind == 'f' else ACCEPTED}; got {array.dtype}")
+            if array.dtype.name not in accepted:  # uint64 among others, whose largest ids int64 would make negative
+                raise DataError(f"{name} must be {', '.join(accepted)}; got {array.dtype}")
         if (self.topk_ids is None) != (self.topk_weights is None):
             raise DataError("topk_ids and topk_weights belong together; one of them is missing")
         if self.topk_ids is not None:
@@ -104,8 +105,11 @@ class TokenArrays:
         weight = None if self.weights is None else _flat(self.weights[rows], 1)
         if weight is not None:
             _check_weights("weights", weight)
+        input_ids = _flat(ids, 1)
+        if int(input_ids.min()) < 0:
+            raise DataError(f"ids must be 0 or more; got {int(input_ids.min())}")
         return Batch(
-            input_ids=_flat(ids, 1),
+            input_ids=input_ids,
             target=target,
             geometry=geometry,
             row_weight=weight,
@@ -118,8 +122,10 @@ class TokenArrays:
 
 def _flat(array: np.ndarray, dims: int) -> Tensor:
     """[rows, T, ..] as a tensor [rows * T, ..] over the same memory where its dtype is one of torch's for tokens."""
-    if array.dtype.kind in "iu" and array.dtype not in (np.int32, np.int64):
-        array = array.astype(np.int32)
+    if array.dtype.kind in "iu":
+        array = array.astype(np.int64 if array.dtype.name in WIDE else np.int32, copy=False)
+    elif not array.dtype.isnative:
+        array = array.astype(np.float32)
     array = np.ascontiguousarray(array)
     if not array.flags.writeable:  # a file's pages: a tensor over them would crash whoever writes to it
         array = array.copy()
@@ -199,14 +205,17 @@ class TokenLoader:
 
 
 def load_tokens(path: str | os.PathLike[str], *, vocabulary: int | None = None) -> TokenArrays:
-    """Map a .npy, .npz or .safetensors file; nothing of it is read before it is used.
+    """Map a .npy, .npz or .safetensors file; nothing of it is read before it is used, but for the check of ids.
 
     Args:
-        vocabulary: checks the ids against it, a piece at a time.
+        vocabulary: checks the ids against it, a piece at a time. Without it a negative id is refused when its batch
+            is made, and one beyond the model's vocabulary by the model.
 
     Raises:
         DataError: a file that cannot be mapped, unknown names, arrays that do not fit each other, ids out of range.
     """
+    if vocabulary is not None and (isinstance(vocabulary, bool) or not isinstance(vocabulary, int) or vocabulary < 1):
+        raise DataError(f"vocabulary must be an integer of 1 or more, or None; got {vocabulary!r}")
     where = pathlib.Path(path)
     readers = dict(zip(SUFFIXES, (_npy, _npz, _safetensors)))
     if where.suffix not in readers:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import metal, tpu
+from ._arguments import floating
 
 KEYS = {"cpu": "CPU", "cuda": "CUDA", "mps": "MPS", "xla": "XLA"}
 IMPLS = {"spec": None, "triton": "cuda", "metal": "mps"}  # RIFTCO_IMPL value -> the device whose launchers it names
@@ -287,14 +288,12 @@ def once_differentiable(backward: Callable) -> Callable:
 
 
 def autocast(*tensors):
-    """Cast as torch.autocast casts the arguments of a linear layer: floating ones, but for float64; None stays."""
-    device = next(t.device.type for t in tensors if t is not None)
+    """Cast as torch.autocast casts the arguments of a linear layer: floating ones, but for float64; others stay."""
+    device = next((t.device.type for t in tensors if isinstance(t, Tensor)), "")
     if device not in KEYS or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(
-        t if t is None or not t.is_floating_point() or t.dtype == torch.float64 else t.to(dtype) for t in tensors
-    )
+    return tuple(t.to(dtype) if floating(t) and t.dtype != torch.float64 else t for t in tensors)
 
 
 def checks_enabled() -> bool:

@@ -114,6 +114,8 @@ def test_best_fit_takes_the_fullest_row_that_still_fits():
     assert best_fit([6, 5, 3, 2, 2], 9) == [[0, 2], [1, 3, 4]]
     with pytest.raises(ValueError, match="10 tokens does not fit a row of 9"):
         best_fit([10], 9)
+    with pytest.raises(ValueError, match="lengths must be at least 0; got -1"):
+        best_fit([3, -1], 9)
 
 
 @quick
@@ -205,7 +207,7 @@ def gradients(batches, denominator):
 
 
 def near(a, b):
-    return float((a - b).norm()) <= 1e-5 * float(b.norm())
+    return float((a - b).norm()) <= 5e-5 * float(b.norm())  # a leak changes the first digits
 
 
 @settings(max_examples=12, deadline=None)

@@ -106,6 +106,31 @@ def test_arrays_that_do_not_fit_are_refused(why):
         TokenArrays(**{"ids": IDS, **BAD[why]})
 
 
+@pytest.mark.parametrize("dtype", ["<u4", ">i8", ">i4", ">u2", "|i1", "|u1", "<i2"])
+def test_integers_keep_their_values(tmp_path, dtype):
+    top = min(np.iinfo(dtype).max, 1 << 40)
+    ids = np.array([[0, 1, top]], dtype=dtype)
+    np.save(tmp_path / "t.npy", ids)
+    assert load_tokens(tmp_path / "t.npy").batch(slice(0, 1)).input_ids.tolist() == [0, 1, top]
+
+
+def test_ids_that_no_model_has_are_refused(tmp_path):
+    np.save(tmp_path / "u8.npy", np.array([[0, 1 << 63]], dtype=np.uint64))
+    with pytest.raises(DataError, match=r"u8\.npy: ids must be int64, .*; got uint64"):
+        load_tokens(tmp_path / "u8.npy")
+    np.save(tmp_path / "t.npy", np.array([[3, 2], [-1, 5]]))
+    for vocabulary, wrong in ((8, -1), (5, 5)):
+        with pytest.raises(DataError, match=rf"t\.npy: ids holds {wrong}; the model's vocabulary has {vocabulary}"):
+            load_tokens(tmp_path / "t.npy", vocabulary=vocabulary)
+    arrays = load_tokens(tmp_path / "t.npy")
+    arrays.batch(slice(0, 1))
+    with pytest.raises(DataError, match="ids must be 0 or more; got -1"):
+        arrays.batch(slice(1, 2))
+    for bad in (0, True, "8"):
+        with pytest.raises(DataError, match="vocabulary must be an integer of 1 or more, or None; got"):
+            load_tokens(tmp_path / "t.npy", vocabulary=bad)
+
+
 @pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
 def test_weights_are_checked_before_they_are_used(wrong):
     weights = np.ones(IDS.shape, np.float32)

@@ -305,7 +305,7 @@ def test_varlen_attn_refuses():
         ("cu_seq_k may be None", {"cu_seq_k": None}),
         ("cu_seq_k may be None", {"cu_seq_k": None, "seqused_k": used}),
         (r"lengths of keys must be int32", {"seqused_k": used.float()}),
-        (r"block_table must be \[1, pages\]", {"seqused_k": used, "block_table": table}),
+        (r"block_table must be int32 or int64 \[1, pages\]", {"seqused_k": used, "block_table": table}),
         ("window", {"window_size": (-2, 0)}),
     ]:
         with pytest.raises(ValueError, match=text):

@@ -438,7 +438,7 @@ def test_refusals():
         ),
         (
             ValueError,
-            r"block_table must be \[1, pages\]",
+            r"block_table must be int32 or int64 \[1, pages\]",
             lambda: flash_attn_varlen_func(flat, flat, flat, cu, cu, 10, 10, block_table=cu[None]),
         ),
     ]:
@@ -465,7 +465,7 @@ def test_kvcache_refusals(monkeypatch):
         (r"cache_seqlens must be int32 or int64 \[3\]", {"cache_seqlens": held[:1]}),
         (r"cache_batch_idx must be", {"cache_batch_idx": held[:2]}),
         (r"cache_leftpad must be", {"cache_leftpad": held[:2]}),
-        (r"block_table must be \[3, pages\]", {"block_table": table[0]}),
+        (r"block_table must be int32 or int64 \[3, pages\]", {"block_table": table[0]}),
         ("give cache_batch_idx", {"k_cache": k_cache[:2], "v_cache": v_cache[:2]}),
         ("must have one shape", {"v_cache": v_cache[..., :4]}),
     ]:

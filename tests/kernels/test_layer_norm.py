@@ -188,7 +188,7 @@ def test_errors():
         (lambda: layer_norm(x, w, residual=x[:1]), r"residual must be floating \[4, 20\]"),
         (lambda: layer_norm(x, w.to("meta")), "weight on meta"),
         (lambda: layer_norm(x, w, impl="fast"), "'fast'"),
-        (lambda: layer_norm(x, w, eps=-1e-5), "eps must not be negative; got -1e-05"),
+        (lambda: layer_norm(x, w, eps=-1e-5), "eps must be finite and at least 0; got -1e-05"),
     ]:
         with pytest.raises(ValueError, match=text):
             bad()

@@ -348,7 +348,7 @@ def test_errors():
         (dict(softcap=0.0), "softcap"),
         (dict(logit_scale=0.0), "logit_scale"),
         (dict(z_loss=math.inf), "z_loss"),
-        (dict(class_weight=torch.ones(3)), r"class_weight must be \(33,\)"),
+        (dict(class_weight=torch.ones(3)), r"class_weight must be floating \(33,\)"),
         (dict(class_weight=torch.ones(33, requires_grad=True)), "class_weight is not differentiable"),
         (dict(topk=w), "with topk, target"),
     ]:

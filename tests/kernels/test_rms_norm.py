@@ -251,7 +251,7 @@ def test_errors():
         (lambda: rms_norm(x, w.double()), "float64 weight"),
         (lambda: rms_norm(x, w.to("meta")), "weight on meta"),
         (lambda: rms_norm(x, w, impl="fast"), "'fast'"),
-        (lambda: rms_norm(x, w, eps=-1e-5), "eps must not be negative"),
+        (lambda: rms_norm(x, w, eps=-1e-5), "eps must be finite and at least 0"),
         (lambda: rms_norm(x, w, residual=x[:1]), r"residual must be floating \(4, 20\)"),
         (lambda: rms_norm(x, w, residual=x.double()), "float64 residual"),
     ]:

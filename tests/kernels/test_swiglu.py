@@ -38,6 +38,19 @@ def test_is_pytorch(name, device):
     torch.testing.assert_close(got, torch.autograd.grad(theirs.square().sum(), (gate, up)))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, in Triton's interpreter
+def test_infinite_factors_are_pytorch_s(device):
+    """silu is -0 in float32 wherever exp(-gate) overflows, so that an infinite up gives NaN there, and nowhere else."""
+    gates = torch.tensor([-torch.inf, -1e30, -104.0, -90.0, -88.8, -88.7, -87.0, -1.0, -0.0, 0.0, 3.0, torch.inf])
+    gate, up = (
+        t.flatten() for t in torch.meshgrid(gates, torch.tensor([torch.inf, -torch.inf, 0.0, 1.0]), indexing="ij")
+    )
+    with device.use():
+        got = swiglu(gate.to(device.torch_device), up.to(device.torch_device)).cpu()
+    torch.testing.assert_close(got, F.silu(gate) * up, equal_nan=True)
+
+
 @pytest.mark.parametrize("activation,theirs", [("silu", "silu"), ("gelu_tanh", "gelu_pytorch_tanh"), ("gelu", "gelu")])
 def test_module_is_transformers(activation, theirs):
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")

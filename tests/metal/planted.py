@@ -96,7 +96,7 @@ NUMBERS = {  # the numbers of the case must be wrong
         ),
     ],
     "swiglu": [
-        ("x >= 0.0f ? 1.0f : e", "e", "odd sizes"),
+        ("x >= 0.0f ? 1.0f : x < -88.72284f ? 0.0f : e", "e", "odd sizes"),
         ("1.5957691216057308f * (1.0f + 0.134145f", "(1.0f + 0.134145f", "gelu_tanh"),
         ("g < 0.0f ? tail : 1.0f - tail", "tail", "gelu"),
         ("{s, s + g * precise::exp", "{s, s - g * precise::exp", "gelu"),

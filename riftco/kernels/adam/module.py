@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._arguments import flags, floating, given, whole
 from .._contract import write
 from . import op, quantized
 from .pages import Passage, Pool
@@ -62,10 +63,16 @@ class Adam(torch.optim.Optimizer):
     ):
         if state not in STATES:
             raise ValueError(f"Adam: state must be one of {', '.join(STATES)}; got {state!r}")
-        if page_size < quantized.BLOCK or page_size % quantized.BLOCK:
+        whole("Adam", "page_size", page_size, f"a multiple of {quantized.BLOCK}", least=quantized.BLOCK)
+        if page_size % quantized.BLOCK:
             raise ValueError(f"Adam: page_size must be a multiple of {quantized.BLOCK}; got {page_size}")
-        if device_bytes is not None and (device_bytes < 0 or state == "contiguous"):
-            raise ValueError(f"Adam: device_bytes must be 0 or more, of a paged state; got {device_bytes}, {state!r}")
+        if device_bytes is not None:
+            whole("Adam", "device_bytes", device_bytes, "0 or more, of a paged state", least=0)
+            if state == "contiguous":
+                raise ValueError(
+                    f"Adam: device_bytes must be 0 or more, of a paged state; got {device_bytes}, {state!r}"
+                )
+        flags("Adam", decoupled=decoupled)
         op.check_options(lr, betas, eps, weight_decay, gradient_clip)
         self.gradient_clip = gradient_clip
         self.form, self.page_size, self.device_bytes = state, page_size, device_bytes
@@ -80,11 +87,17 @@ class Adam(torch.optim.Optimizer):
         try:
             op.check_options(group["lr"], group["betas"], group["eps"], group["weight_decay"], None)
             for i, p in enumerate(group["params"]):
-                if p.dtype not in op.DTYPES:
-                    raise ValueError(f"Adam: parameter {i} of the group must be floating; got {p.dtype}")
+                if not floating(p):
+                    raise ValueError(f"Adam: parameter {i} of the group must be floating; got {given(p)}")
                 if p.device.type == "xla" and self.form != "contiguous":
                     raise ValueError(f"Adam: state={self.form!r} has no kernel for xla; use state='contiguous'")
-        except ValueError:
+            every = {
+                f"parameter {i} of group {n}": p
+                for n, g in enumerate(self.param_groups)
+                for i, p in enumerate(g["params"])
+            }
+            op.check_written("Adam", every)
+        except (TypeError, ValueError):
             self.param_groups.pop()
             raise
 
@@ -201,8 +214,9 @@ class Adam(torch.optim.Optimizer):
                     self.state[p]["page"] = first
 
     def _check(self, groups, device) -> None:
-        """Before anything is changed."""
-        for n, (_, params) in enumerate(groups):
+        """Before anything is changed. Schedulers write into the groups, so that these are looked at again."""
+        for n, (group, params) in enumerate(groups):
+            op.check_options(group["lr"], group["betas"], group["eps"], group["weight_decay"], self.gradient_clip)
             for p in params:
                 if p.grad.layout != torch.strided:
                     raise ValueError(
@@ -275,6 +289,15 @@ class Adam(torch.optim.Optimizer):
                         f"Adam: {name} of parameter {n} has {saved[name].numel()} values; the parameter "
                         f"{tuple(p.shape)} has {p.numel()}"
                     )
+            if moments == CODED[:2] and saved["state1"].dtype == torch.uint8:
+                blocks = -(-p.numel() // quantized.BLOCK)
+                for name in CODED[2:]:
+                    scales = saved.get(name)
+                    if not floating(scales) or scales.numel() != blocks:
+                        raise ValueError(
+                            f"Adam: {name} of parameter {n} must be floating [{blocks}], one a block of "
+                            f"{quantized.BLOCK} values; got {given(scales)}"
+                        )
 
     def _load(self, p: Tensor, saved: dict[str, Any]) -> None:
         state = self.state[p]

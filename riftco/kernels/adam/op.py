@@ -5,11 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._arguments import check_impl, flags, floating, given, number
 from .._contract import define, same_device, write
+from .._overlap import first_shared, lies_once
 from . import spec
 
 HERE = "riftco.kernels.adam"
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def _fake_norm(grads, clip):
@@ -113,8 +114,10 @@ def adam_step(
     p, g, m, v, t = (list(tensors) for tensors in (params, grads, exp_avgs, exp_avg_sqs, steps))
     check(p, g, m, v, t)
     check_options(lr, betas, eps, weight_decay, gradient_clip)
-    if impl not in (None, "spec"):
-        raise ValueError(f"adam_step: impl must be None or 'spec'; got {impl!r}")
+    flags("Adam", decoupled=decoupled)
+    check_impl("adam_step", impl)
+    written = {"params": p, "exp_avgs": m, "exp_avg_sqs": v, "steps": t}
+    check_written("adam_step", {f"{name}[{i}]": x for name, tensors in written.items() for i, x in enumerate(tensors)})
     total, scale, committed = (spec.norm if impl == "spec" else norm)(g, gradient_clip)
     rate = rate_tensor(lr, spec.accumulation_dtype(m), m[0].device)
     args = (p, g, m, v, t, committed, scale, rate, betas[0], betas[1], eps, weight_decay, decoupled)
@@ -143,10 +146,11 @@ def check(params, grads, exp_avgs, exp_avg_sqs, steps) -> None:
         if len(tensors) != len(params):
             raise ValueError(f"adam_step: {len(params)} params but {len(tensors)} {name}")
     for i, p in enumerate(params):
-        if p.dtype not in DTYPES or grads[i].dtype not in DTYPES:
-            raise ValueError(
-                f"adam_step: params[{i}] and its gradient must be floating; got {p.dtype}, {grads[i].dtype}"
-            )
+        if not floating(p) or not floating(grads[i]):
+            raise ValueError(f"adam_step: params[{i}] and grads[{i}] must be floating; got {given(p, grads[i])}")
+        for name in ("exp_avgs", "exp_avg_sqs", "steps"):
+            if not isinstance(lists[name][i], Tensor):
+                raise ValueError(f"adam_step: {name}[{i}] must be a tensor; got {given(lists[name][i])}")
         for name in ("grads", "exp_avgs", "exp_avg_sqs"):
             if lists[name][i].shape != p.shape:
                 raise ValueError(
@@ -165,17 +169,30 @@ def check(params, grads, exp_avgs, exp_avg_sqs, steps) -> None:
         )
 
 
+def check_written(op: str, tensors: dict[str, Tensor]) -> None:
+    """Refuse tensors that are changed in place but have an element twice, or one of another tensor."""
+    for name, t in tensors.items():
+        if not lies_once(t):
+            raise ValueError(
+                f"{op}: {name} must have a place in memory for each element, neither expanded nor overlapping; "
+                f"got {tuple(t.shape)} with strides {t.stride()}"
+            )
+    if pair := first_shared(list(tensors.values())):
+        names = list(tensors)
+        raise ValueError(f"{op}: {names[pair[0]]} and {names[pair[1]]} must not have elements in common; they do")
+
+
 def check_options(lr, betas, eps, weight_decay, gradient_clip) -> None:
     if isinstance(lr, Tensor):
-        if lr.numel() != 1:
-            raise ValueError(f"Adam: lr must be one number; got a tensor of {lr.numel()}")
-    elif not lr >= 0:
-        raise ValueError(f"Adam: lr must be at least 0; got {lr}")
-    if not (len(betas) == 2 and all(0 <= b < 1 for b in betas)):
-        raise ValueError(f"Adam: betas must be two numbers in [0, 1); got {betas}")
-    if not eps >= 0:
-        raise ValueError(f"Adam: eps must be at least 0; got {eps}")
-    if not weight_decay >= 0:
-        raise ValueError(f"Adam: weight_decay must be at least 0; got {weight_decay}")
-    if gradient_clip is not None and not gradient_clip > 0:
-        raise ValueError(f"Adam: gradient_clip must be above 0, or None; got {gradient_clip}")
+        if lr.numel() != 1 or not floating(lr):
+            raise ValueError(f"Adam: lr must be one floating number; got a tensor, {given(lr)}")
+    else:
+        number("Adam", "lr", lr, "finite and at least 0", least=0)
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"Adam: betas must be two numbers in [0, 1); got {betas!r}")
+    for beta in betas:
+        number("Adam", "betas", beta, "two numbers in [0, 1)", least=0, below=1)
+    number("Adam", "eps", eps, "finite and at least 0", least=0)
+    number("Adam", "weight_decay", weight_decay, "finite and at least 0", least=0)
+    if gradient_clip is not None:
+        number("Adam", "gradient_clip", gradient_clip, "above 0, or None", above=0, below=None)

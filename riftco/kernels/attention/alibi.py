@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from .._arguments import floating, given
+
 
 def key_bias(slopes: Tensor, q_shape: torch.Size, S: int, k_lens: Tensor | None, causal: bool) -> Tensor:
     """-slope |place of the row - j|, places aligned at the end of the keys: float32 [.., H, T, S].
@@ -12,8 +14,8 @@ def key_bias(slopes: Tensor, q_shape: torch.Size, S: int, k_lens: Tensor | None,
     which float32 holds to slope * S * 2^-24: NMSE 2e-11 at S = 512 and 1e-9 at 4096 for the steepest slopes in use.
     """
     B, T, H, _ = q_shape
-    if slopes.shape not in ((H,), (B, H)) or not slopes.is_floating_point():
-        raise ValueError(f"alibi_slopes must be floating [{H}] or [{B}, {H}]; got {slopes.dtype} {tuple(slopes.shape)}")
+    if not floating(slopes) or slopes.shape not in ((H,), (B, H)):
+        raise ValueError(f"alibi_slopes must be floating [{H}] or [{B}, {H}]; got {given(slopes)}")
     slopes = _acc(slopes).view(-1, H, 1, 1)
     j = torch.arange(S, device=slopes.device)
     end = S if k_lens is None else k_lens.view(-1, 1, 1, 1)

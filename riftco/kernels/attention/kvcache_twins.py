@@ -6,6 +6,7 @@ B batch, T query length, N new keys, H query heads, K key/value heads, D head di
 import torch
 from torch import Tensor
 
+from .._arguments import floating, given, indices, whole
 from .._contract import checks_enabled, needs_grad
 from ..cached_attention import Cache, CacheLayer, attention_with_cache
 from ..rope.op import rope
@@ -148,10 +149,8 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, start: Tensor, steps: int, inte
 
 
 def _check(q, k_cache, v_cache, k, v, cos, sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table) -> None:
-    if q.dim() != 4 or k_cache.dim() != 4:
-        raise ValueError(
-            f"{NAME}: q and the caches must have 4 dimensions; got {tuple(q.shape)} and {tuple(k_cache.shape)}"
-        )
+    if not (floating(q) and floating(k_cache) and floating(v_cache)) or q.dim() != 4 or k_cache.dim() != 4:
+        raise ValueError(f"{NAME}: q and the caches must be floating of 4 dimensions; got {given(q, k_cache, v_cache)}")
     B = q.shape[0]
     if k_cache.shape != v_cache.shape:
         raise ValueError(
@@ -159,9 +158,9 @@ def _check(q, k_cache, v_cache, k, v, cos, sin, cache_seqlens, cache_batch_idx, 
         )
     if (k is None) != (v is None):
         raise ValueError(f"{NAME}: k and v must be given together")
-    if k is not None and (k.dim() != 4 or k.shape[0] != B or k.shape[2:] != k_cache.shape[2:]):
+    if k is not None and (not floating(k) or k.dim() != 4 or k.shape[0] != B or k.shape[2:] != k_cache.shape[2:]):
         wanted = [B, "new", *k_cache.shape[2:]]
-        raise ValueError(f"{NAME}: k must be {wanted} as q and k_cache have it; got {tuple(k.shape)}")
+        raise ValueError(f"{NAME}: k must be floating {wanted} as q and k_cache have it; got {given(k)}")
     if k is not None and cache_seqlens is None:
         raise ValueError(f"{NAME}: k and v need cache_seqlens: where to write them")
     if (cos is None) != (sin is None):
@@ -172,9 +171,11 @@ def _check(q, k_cache, v_cache, k, v, cos, sin, cache_seqlens, cache_batch_idx, 
         raise ValueError(f"{NAME}: cache_batch_idx and block_table cannot be combined; reorder block_table")
     for name, t in (("cache_seqlens", cache_seqlens), ("cache_batch_idx", cache_batch_idx),
                     ("cache_leftpad", cache_leftpad)):  # fmt: skip
-        if isinstance(t, Tensor) and (t.shape != (B,) or t.dtype not in (torch.int32, torch.int64)):
-            raise ValueError(f"{NAME}: {name} must be int32 or int64 [{B}]; got {t.dtype} {tuple(t.shape)}")
-    if block_table is not None and (block_table.dim() != 2 or len(block_table) != B):
-        raise ValueError(f"{NAME}: block_table must be [{B}, pages]; got {tuple(block_table.shape)}")
+        if name == "cache_seqlens" and t is not None and not isinstance(t, Tensor):
+            whole(NAME, name, t, f"at least 0, or int32 or int64 [{B}]", least=0)
+        elif t is not None and (not indices(t) or t.shape != (B,)):
+            raise ValueError(f"{NAME}: {name} must be int32 or int64 [{B}]; got {given(t)}")
+    if block_table is not None and (not indices(block_table) or block_table.dim() != 2 or len(block_table) != B):
+        raise ValueError(f"{NAME}: block_table must be int32 or int64 [{B}, pages]; got {given(block_table)}")
     if block_table is None and cache_batch_idx is None and len(k_cache) < B:
         raise ValueError(f"{NAME}: {B} sequences, but the cache has {len(k_cache)} slots; give cache_batch_idx")

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._arguments import floating, given
 from .op import attention
 from .spec import without_lowest
 
@@ -135,8 +136,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         ):
             if mask is None:
                 continue
-            if mask.dtype != torch.bool and not mask.is_floating_point():
-                raise ValueError(f"{name}: {at} must be bool or floating; got {mask.dtype}")
+            if mask.dtype != torch.bool and not floating(mask):
+                raise ValueError(f"{name}: {at} must be bool or floating; got {given(mask)}")
             if list(mask.shape) not in accepted:
                 fits = " or ".join(map(str, accepted))
                 raise ValueError(f"{name}: {at} must be {fits}; got {list(mask.shape)}")

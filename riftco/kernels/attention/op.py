@@ -8,6 +8,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from .._arguments import check_impl, flags, floating, given, indices, number, whole
 from .._contract import autocast, checks_enabled, define, needs_grad, once_differentiable, same_device
 from . import materialized, spec
 
@@ -188,6 +189,7 @@ def attention(
     exactly.
     Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2; Milakov & Gimelshein 2018 for the online softmax.
     """
+    flags("attention", causal=causal, return_lse=return_lse)
     q, k, v = autocast(q, k, v)
     if cu_seqlens_k is cu_seqlens_q:
         cu_seqlens_k = None  # Dynamo takes a tensor once; launchers read None as cu_seqlens_q
@@ -197,7 +199,9 @@ def attention(
         v = v.view(v.shape)
     left, right = _window(window, causal)
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k, impl)
-    _check_options(q, k, cu_seqlens_q, k_lens, bias, sinks, softcap, dropout_p, kv_grad_start)
+    _check_options(q, k, cu_seqlens_q, k_lens, bias, sinks, scale, softcap, dropout_p, kv_grad_start)
+    if deterministic is not None:
+        flags("attention", deterministic=deterministic)
     if checks_enabled():
         check_documents("cu_seqlens_q", cu_seqlens_q, q.shape[0], max_seqlen_q)
         cu_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
@@ -233,10 +237,12 @@ def draw_seed(device: torch.device) -> Tensor:
 
 
 def _window(window: tuple[int | None, int | None], causal: bool) -> tuple[int | None, int | None]:
-    if len(window) != 2 or any(side is not None and side < -1 for side in window):
-        raise ValueError(
-            f"attention: window must be (left, right), each >= 0, or None or -1 for no limit; got {window}"
-        )
+    accepted = "(left, right), each >= 0, or None or -1 for no limit"
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(f"attention: window must be {accepted}; got {window!r}")
+    for side in window:
+        if side is not None:
+            whole("attention", "window", side, accepted, least=-1)
     left, right = (None if side == -1 else side for side in window)
     return left, 0 if causal else right
 
@@ -255,14 +261,14 @@ def check_documents(name: str, cu: Tensor | None, rows: int, longest: int | None
 
 def _check(q, k, v, cu_q, cu_k, impl) -> None:
     dims = 4 if cu_q is None else 3
+    if not (floating(q) and floating(k) and floating(v)) or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"attention: q, k, v must share a floating dtype; got {given(q, k, v)}")
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == dims:
         wanted = "[B, T, heads, head dim]" if dims == 4 else "[total, heads, head dim] with cu_seqlens"
         raise ValueError(f"attention: q, k, v must be {wanted}; got {shapes}")
     if cu_q is None and cu_k is not None:
         raise ValueError("attention: cu_seqlens_k needs cu_seqlens_q")
-    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        raise ValueError(f"attention: q, k, v must share a floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
     if dims == 4 and not q.shape[0] == k.shape[0] == v.shape[0]:
         raise ValueError(f"attention: batch sizes differ: {shapes}")
     if k.shape[-3] != v.shape[-3] or k.shape[-2] != v.shape[-2]:
@@ -273,38 +279,32 @@ def _check(q, k, v, cu_q, cu_k, impl) -> None:
     if K == 0 or H % K:
         raise ValueError(f"attention: query heads must be a multiple of key heads; got {H} and {K}")
     for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
-        if cu is not None and (cu.dtype not in (torch.int32, torch.int64) or cu.dim() != 1 or len(cu) < 2):
-            raise ValueError(
-                f"attention: {name} must be int32 or int64 [documents + 1]; got {cu.dtype} {tuple(cu.shape)}"
-            )
+        if cu is not None and (not indices(cu) or cu.dim() != 1 or len(cu) < 2):
+            raise ValueError(f"attention: {name} must be int32 or int64 [documents + 1]; got {given(cu)}")
     if cu_q is not None and cu_k is not None and len(cu_q) != len(cu_k):
         raise ValueError(f"attention: cu_seqlens_q and cu_seqlens_k differ in length: {len(cu_q)} and {len(cu_k)}")
-    if impl not in (None, *IMPLS):
-        raise ValueError(f"attention: impl must be None or one of {', '.join(IMPLS)}; got {impl!r}")
+    check_impl("attention", impl, *IMPLS)
     same_device("attention", q=q, k=k, v=v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
 
 
-def _check_options(q, k, cu_q, k_lens, bias, sinks, softcap, dropout_p, kv_grad_start) -> None:
+def _check_options(q, k, cu_q, k_lens, bias, sinks, scale, softcap, dropout_p, kv_grad_start) -> None:
     T, S, H = q.shape[-3], k.shape[-3], q.shape[-2]
     if cu_q is not None and (bias is not None or k_lens is not None):
         raise ValueError("attention: bias and k_lens need [B, T, heads, head dim]; cu_seqlens was given")
-    if k_lens is not None and (k_lens.dtype not in (torch.int32, torch.int64) or k_lens.shape != q.shape[:1]):
-        raise ValueError(
-            f"attention: k_lens must be int32 or int64 [{q.shape[0]}]; got {k_lens.dtype} {tuple(k_lens.shape)}"
-        )
+    if k_lens is not None and (not indices(k_lens) or k_lens.shape != q.shape[:1]):
+        raise ValueError(f"attention: k_lens must be int32 or int64 [{q.shape[0]}]; got {given(k_lens)}")
     if bias is not None:
-        if bias.dtype != torch.bool and not bias.is_floating_point():
-            raise ValueError(f"attention: bias must be bool or floating; got {bias.dtype}")
+        if not floating(bias) and not (isinstance(bias, Tensor) and bias.dtype == torch.bool):
+            raise ValueError(f"attention: bias must be bool or floating; got {given(bias)}")
         full = (q.shape[0], H, T, S)
         padded = (1,) * (4 - bias.dim()) + tuple(bias.shape)
         if len(padded) != 4 or any(b not in (1, f) for b, f in zip(padded, full)):
             raise ValueError(f"attention: bias must broadcast to [B, H, T, S] = {list(full)}; got {list(bias.shape)}")
-    if sinks is not None and (sinks.shape != (H,) or not sinks.is_floating_point()):
-        raise ValueError(f"attention: sinks must be floating [{H}]; got {sinks.dtype} {tuple(sinks.shape)}")
-    if not softcap >= 0.0:
-        raise ValueError(f"attention: softcap must be >= 0; got {softcap}")
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"attention: dropout_p must be in [0, 1); got {dropout_p}")
-    if not 0 <= kv_grad_start <= S:
-        raise ValueError(f"attention: kv_grad_start must be in [0, {S}]; got {kv_grad_start}")
+    if sinks is not None and (not floating(sinks) or sinks.shape != (H,)):
+        raise ValueError(f"attention: sinks must be floating [{H}]; got {given(sinks)}")
+    if scale is not None:
+        number("attention", "scale", scale, "finite, or None")
+    number("attention", "softcap", softcap, ">= 0 and finite", least=0)
+    number("attention", "dropout_p", dropout_p, "in [0, 1)", least=0, below=1)
+    whole("attention", "kv_grad_start", kv_grad_start, f"in [0, {S}]", least=0, most=S)
     same_device("attention", q=q, k_lens=k_lens, bias=bias, sinks=sinks)

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from .._arguments import floating, given, indices, whole
+
 
 def packed_rows(
     key: Tensor, value: Tensor, starts: Tensor | None, lens: Tensor, block_table: Tensor | None, longest: int
@@ -13,14 +15,19 @@ def packed_rows(
     [pages, P, K, D]. Returns key, value [total, K, D] and cu [N + 1]; total is a bound that needs no synchronisation,
     and what rows beyond cu[-1] hold is without meaning. Differentiable.
     """
+    if not indices(lens) or lens.dim() != 1:
+        raise ValueError(f"attention: lengths of keys must be int32 or int64 [N]; got {given(lens)}")
     N = len(lens)
-    if lens.dim() != 1 or lens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"attention: lengths of keys must be int32 or int64 [N]; got {lens.dtype} {tuple(lens.shape)}")
-    if block_table is not None and (block_table.dim() != 2 or len(block_table) != N or key.dim() != 4):
+    if not floating(key) or not floating(value):
+        raise ValueError(f"attention: keys and values must be floating; got {given(key, value)}")
+    if block_table is not None and (
+        not indices(block_table) or block_table.dim() != 2 or len(block_table) != N or key.dim() != 4
+    ):
         raise ValueError(
-            f"attention: block_table must be [{N}, pages] with keys [pages, rows, K, D]; got "
-            f"{tuple(block_table.shape)} and {tuple(key.shape)}"
+            f"attention: block_table must be int32 or int64 [{N}, pages] with keys [pages, rows, K, D]; got "
+            f"{given(block_table, key)}"
         )
+    whole("attention", "the most keys of a document", longest, "at least 0", least=0)
     cu = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(lens.dtype)
     total = N * longest if block_table is not None else min(N * longest, len(key))
     row = torch.arange(total if len(key) else 0, device=key.device, dtype=cu.dtype)

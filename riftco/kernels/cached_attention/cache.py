@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._arguments import floating, given, indices, whole
 from .._contract import define, same_device
 from .._contract import write as write_into
 from . import spec
@@ -76,18 +77,19 @@ class Cache:
         Raises:
             ValueError: a dtype that is not one of these, D that q8_0 cannot hold, sizes below 1.
         """
+        sizes = {"slots": slots, "window": window, "K": K, "D": D, "page_size": page_size, "n_pages": n_pages}
+        for name, size in sizes.items():
+            if size is not None or name in ("slots", "window", "K", "D"):
+                whole("Cache", name, size, "at least 1", least=1)
+        whole("Cache", "n_layers", n_layers, "at least 0", least=0)
         if dtype not in STORED:
             raise ValueError(f"Cache: dtype must be one of {', '.join(STORED)}; got {dtype!r}")
         if dtype == "q8_0" and D % spec.BLOCK:
             raise ValueError(f"Cache: q8_0 has blocks of {spec.BLOCK} along the head dim; got head dim {D}")
-        if min(slots, window, K, D, 1 if page_size is None else page_size) < 1:
-            raise ValueError(f"Cache: sizes must be at least 1; got {slots=}, {window=}, {K=}, {D=}, {page_size=}")
         table, shape = None, (slots, window)
         if page_size is not None:
             each = -(-window // page_size)
             need = slots * each
-            if n_pages is not None and n_pages < 1:
-                raise ValueError(f"Cache: n_pages must be at least 1; got {n_pages}")
             shape = (need if n_pages is None else n_pages, page_size)
             table = (torch.arange(need, dtype=torch.int32, device=device) % shape[0]).view(slots, each)
 
@@ -152,11 +154,13 @@ class Cache:
 
 
 def _check_rows(cache: Tensor, rows: Tensor, k: Tensor, v: Tensor) -> None:
+    if not (floating(k) and floating(v)):
+        raise ValueError(f"Cache.write: k and v must be floating; got {given(k, v)}")
     if k.shape != v.shape or k.dim() != 3 or k.shape[1:] != cache.shape[2:]:
         raise ValueError(
             f"Cache.write: k and v must be [total, {', '.join(map(str, cache.shape[2:]))}]; "
             f"got {tuple(k.shape)}, {tuple(v.shape)}"
         )
-    if rows.shape != k.shape[:1] or rows.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"Cache.write: rows must be int32 or int64 [{len(k)}]; got {rows.dtype} {tuple(rows.shape)}")
+    if not indices(rows) or rows.shape != k.shape[:1]:
+        raise ValueError(f"Cache.write: rows must be int32 or int64 [{len(k)}]; got {given(rows)}")
     same_device("Cache.write", cache=cache, rows=rows, k=k, v=v)

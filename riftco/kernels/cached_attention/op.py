@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .._arguments import check_impl, flags, floating, given, indices, number, whole
 from .._contract import autocast, define, needs_grad, once_differentiable, same_device
 from . import spec
 
@@ -149,13 +150,18 @@ def attention_with_cache(
     With one to eight rows a run a result does not depend on the other runs of the call, bit for bit.
     Source: Dao 2023, "FlashAttention-2"; Dao et al. 2023, "Flash-Decoding"; Milakov & Gimelshein 2018.
     """
-    q, k_new, v_new = autocast(q, k_new, v_new) if q.device.type != "meta" else (q, k_new, v_new)
+    flags("attention_with_cache", return_lse=return_lse)
+    q, k_new, v_new = autocast(q, k_new, v_new)
     if cu_seqlens_k is cu_seqlens_q:
         cu_seqlens_k = None  # launchers read None as cu_seqlens_q
+    count = len(cache.layers)
+    whole("attention_with_cache", "layer", layer, f"one of the cache's {count}", least=-count, most=count - 1)
     of = cache.layers[layer]
     # what a backward reads never changes, so other rows may be written before it runs: no shared version counter
     rows = tuple(None if t is None else t.data for t in (of.k, of.v, of.k_scale, of.v_scale, cache.block_table))
-    _check(q, k_new, v_new, rows, slots, positions, cu_seqlens_q, cu_seqlens_k, window, softcap, sinks, impl)
+    _check(q, k_new, v_new, rows, slots, positions, cu_seqlens_q, cu_seqlens_k, scale, window, softcap, sinks, impl)
+    if max_seqlen_q is not None:
+        whole("attention_with_cache", "max_seqlen_q", max_seqlen_q, "at least 0, or None", least=0)
     if max_seqlen_q is None or cu_seqlens_q is None:
         padded = cu_seqlens_q is not None and q.device.type == "xla"
         max_seqlen_q = q.shape[0] if padded else -(-q.shape[0] // max(len(slots), 1))
@@ -171,15 +177,15 @@ def attention_with_cache(
     return (out, lse) if return_lse else out
 
 
-def _check(q, k, v, rows, slots, positions, cu_q, cu_k, window, softcap, sinks, impl) -> None:
+def _check(q, k, v, rows, slots, positions, cu_q, cu_k, scale, window, softcap, sinks, impl) -> None:
     name, (k_cache, v_cache, k_scale, v_scale, table) = "attention_with_cache", rows
+    if not (floating(q) and floating(k) and floating(v)) or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"{name}: q, k_new, v_new must share a floating dtype; got {given(q, k, v)}")
     if not q.dim() == k.dim() == v.dim() == 3 or k.shape != v.shape or q.shape[2:] != k.shape[2:] or not q.shape[2]:
         raise ValueError(
             f"{name}: q must be [T, H, D], k_new and v_new [S, K, D]; got {tuple(q.shape)}, {tuple(k.shape)}, "
             f"{tuple(v.shape)}"
         )
-    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        raise ValueError(f"{name}: q, k_new, v_new must share a floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
     H, K = q.shape[1], k.shape[1]
     if K == 0 or H % K:
         raise ValueError(f"{name}: query heads must be a multiple of key heads; got {H} and {K}")
@@ -187,28 +193,30 @@ def _check(q, k, v, rows, slots, positions, cu_q, cu_k, window, softcap, sinks, 
         raise ValueError(
             f"{name}: the cache must hold rows [{K}, {q.shape[2]}]; got {tuple(k_cache.shape)}, {tuple(v_cache.shape)}"
         )
+    if not (floating(k_cache) or k_cache.dtype == torch.int8) or v_cache.dtype != k_cache.dtype:
+        raise ValueError(f"{name}: the cache must be floating or int8 with scales; got {given(k_cache, v_cache)}")
+    if table is not None and (not indices(table) or table.dim() != 2):
+        raise ValueError(f"{name}: block_table must be int32 or int64 [slots, pages]; got {given(table)}")
     if k_cache.stride(-1) != 1 or v_cache.stride(-1) != 1:
         raise ValueError(f"{name}: the cache's head dim must be contiguous")
     if (k_cache.dtype == torch.int8) != (k_scale is not None) or (k_scale is None) != (v_scale is None):
         raise ValueError(f"{name}: an int8 cache has k_scale and v_scale, others have neither; got {k_cache.dtype}")
-    for rows_at, scale in ((k_cache, k_scale), (v_cache, v_scale)):
-        if scale is None:
+    for rows_at, of_rows in ((k_cache, k_scale), (v_cache, v_scale)):
+        if of_rows is None:
             continue
-        if rows_at.shape[3] % spec.BLOCK or scale.shape != (*rows_at.shape[:3], rows_at.shape[3] // spec.BLOCK):
+        if rows_at.shape[3] % spec.BLOCK or of_rows.shape != (*rows_at.shape[:3], rows_at.shape[3] // spec.BLOCK):
             raise ValueError(
                 f"{name}: a q8_0 cache {tuple(rows_at.shape)} has a scale for each {spec.BLOCK} values of D; "
-                f"got scales {tuple(scale.shape)}"
+                f"got scales {tuple(of_rows.shape)}"
             )
-        if scale.stride(-1) != 1 or any(s % 4 for s in rows_at.stride()[:3]):
+        if of_rows.stride(-1) != 1 or any(s % 4 for s in rows_at.stride()[:3]):
             raise ValueError(f"{name}: q8_0 rows must start at multiples of 4 bytes, their scales be contiguous")
     for at, t in (("slots", slots), ("positions", positions)):
-        if t.dim() != 1 or t.dtype not in (torch.int32, torch.int64) or len(t) != len(slots):
-            raise ValueError(f"{name}: {at} must be int32 or int64 [runs]; got {t.dtype} {tuple(t.shape)}")
+        if not indices(t) or t.dim() != 1 or len(t) != len(slots):
+            raise ValueError(f"{name}: {at} must be int32 or int64 [runs]; got {given(t)}")
     for at, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
-        if cu is not None and (cu.dtype not in (torch.int32, torch.int64) or cu.shape != (len(slots) + 1,)):
-            raise ValueError(
-                f"{name}: {at} must be int32 or int64 [{len(slots) + 1}]; got {cu.dtype} {tuple(cu.shape)}"
-            )
+        if cu is not None and (not indices(cu) or cu.shape != (len(slots) + 1,)):
+            raise ValueError(f"{name}: {at} must be int32 or int64 [{len(slots) + 1}]; got {given(cu)}")
     if cu_k is not None and cu_q is None:
         raise ValueError(f"{name}: cu_seqlens_k needs cu_seqlens_q")
     if cu_q is None and len(slots) and (q.shape[0] % len(slots) or k.shape[0] % len(slots)):
@@ -216,16 +224,19 @@ def _check(q, k, v, rows, slots, positions, cu_q, cu_k, window, softcap, sinks, 
             f"{name}: without cu_seqlens_q every run has as many rows; got {q.shape[0]} and {k.shape[0]} rows of "
             f"{len(slots)} runs"
         )
-    if len(window) != 2 or any(w is not None and w < 0 for w in window):
-        raise ValueError(f"{name}: window must be (left, right), each None or >= 0; got {window}")
-    if softcap < 0:
-        raise ValueError(f"{name}: softcap must be >= 0; got {softcap}")
-    if sinks is not None and (
-        sinks.shape != (H,) or sinks.dtype != (torch.float64 if q.dtype == torch.float64 else torch.float32)
-    ):
-        raise ValueError(f"{name}: sinks must be float32 [{H}]; got {sinks.dtype} {tuple(sinks.shape)}")
-    if impl not in (None, "spec"):
-        raise ValueError(f"{name}: impl must be None or 'spec'; got {impl!r}")
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(f"{name}: window must be (left, right), each None or >= 0; got {window!r}")
+    for side in window:
+        if side is not None:
+            whole(name, "window", side, "(left, right), each None or >= 0", least=0)
+    if scale is not None:
+        number(name, "scale", scale, "finite, or None")
+    number(name, "softcap", softcap, ">= 0 and finite", least=0)
+    if sinks is not None:
+        acc = torch.promote_types(q.dtype, torch.float32)
+        if not floating(sinks) or sinks.shape != (H,) or sinks.dtype != acc:
+            raise ValueError(f"{name}: sinks must be {str(acc)[6:]} [{H}]; got {given(sinks)}")
+    check_impl(name, impl)
     same_device(
         name, q=q, k_new=k, v_new=v, cache=k_cache, block_table=table, slots=slots, positions=positions,
         cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, sinks=sinks,

@@ -1,72 +1,87 @@
 """What the ops of this room refuse, each by name."""
 
-import math
-
 import torch
 from torch import Tensor
 
-from .._contract import same_device
+from .._arguments import check_impl, floating, given, indices, number, whole
+from .._contract import checks_enabled, same_device
+from .._overlap import lies_once
 
 
 def check(op, logits, target, weight, row_weight, reduction, denominator, impl) -> None:
-    if logits.dim() < 1 or not logits.is_floating_point():
-        raise ValueError(f"{op}: logits must be floating [..., V]; got {logits.dtype} {tuple(logits.shape)}")
+    if not floating(logits) or logits.dim() < 1:
+        raise ValueError(f"{op}: logits must be floating [..., V]; got {given(logits)}")
     V = logits.shape[-1]
-    if target.is_floating_point():
+    if floating(target):
         raise ValueError(
             f"{op}: target holds {target.dtype}: class probabilities are not taken; give class indices "
             "(int32 or int64), or topk_cross_entropy the ids and weights"
         )
+    if not indices(target):
+        raise ValueError(f"{op}: target must be int32 or int64 class indices; got {given(target)}")
     if target.shape != logits.shape[:-1]:
         raise ValueError(
             f"{op}: target must have the shape of logits without its last dimension, "
             f"{tuple(logits.shape[:-1])}; got {tuple(target.shape)}"
         )
-    if target.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{op}: target must be int32 or int64 class indices; got {target.dtype}")
-    if weight is not None and (weight.shape != (V,) or not weight.is_floating_point()):
-        raise ValueError(f"{op}: weight must be floating ({V},), one a class; got {weight.dtype} {tuple(weight.shape)}")
+    check_class_weight(op, "weight", weight, V)
     if V == 0 and target.numel():
         raise ValueError(f"{op}: logits have no classes (V = 0)")
     check_row_weight(op, row_weight, target.shape)
-    for name, t in (("weight", weight), ("denominator", denominator if isinstance(denominator, Tensor) else None)):
-        if t is not None and t.requires_grad:
-            raise ValueError(f"{op}: {name} is not differentiable; detach it")
-    check_reduction(op, reduction, denominator, impl)
+    check_reduction(op, reduction, denominator, impl, logits.device)
     same_device(op, logits=logits, target=target, weight=weight, row_weight=row_weight)
+
+
+def check_class_weight(op: str, name: str, weight: Tensor | None, V: int) -> None:
+    if weight is None:
+        return
+    if not floating(weight) or weight.shape != (V,):
+        raise ValueError(f"{op}: {name} must be floating ({V},), one a class; got {given(weight)}")
+    if weight.requires_grad:
+        raise ValueError(f"{op}: {name} is not differentiable; detach it")
 
 
 def check_row_weight(op: str, row_weight: Tensor | None, shape: torch.Size) -> None:
     if row_weight is None:
         return
-    if row_weight.shape != shape or row_weight.dtype != torch.float32:
-        raise ValueError(
-            f"{op}: row_weight must be float32 {tuple(shape)}; got {row_weight.dtype} {tuple(row_weight.shape)}"
-        )
+    if not floating(row_weight) or row_weight.shape != shape or row_weight.dtype != torch.float32:
+        raise ValueError(f"{op}: row_weight must be float32 {tuple(shape)}; got {given(row_weight)}")
     if row_weight.requires_grad:
         raise ValueError(f"{op}: row_weight is not differentiable; detach it")
 
 
-def check_reduction(op: str, reduction: str, denominator, impl: str | None) -> None:
+def check_reduction(op: str, reduction: str, denominator, impl: str | None, device: torch.device) -> None:
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{op}: reduction must be 'mean', 'sum' or 'none'; got {reduction!r}")
     if denominator is not None and reduction != "mean":
         raise ValueError(f"{op}: denominator belongs to reduction='mean'")
-    if isinstance(denominator, Tensor) and denominator.numel() != 1:
-        raise ValueError(f"{op}: denominator must be one value; got {tuple(denominator.shape)}")
-    if impl not in (None, "spec"):
-        raise ValueError(f"{op}: impl must be None or 'spec'; got {impl!r}")
+    if isinstance(denominator, Tensor):
+        _check_denominator(op, denominator, device)
+    elif denominator is not None:
+        number(op, "denominator", denominator, "positive and finite", above=0)
+    check_impl(op, impl)
 
 
-def check_options(op: str, label_smoothing: float, z_loss: float, softcap: float | None, logit_scale: float) -> None:
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"{op}: label_smoothing must be in 0..1; got {label_smoothing}")
-    if not -math.inf < z_loss < math.inf:
-        raise ValueError(f"{op}: z_loss must be finite; got {z_loss}")
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"{op}: softcap must be positive and finite, or None; got {softcap}")
-    if not 0 < logit_scale < math.inf:
-        raise ValueError(f"{op}: logit_scale must be positive and finite; got {logit_scale}")
+def _check_denominator(op: str, denominator: Tensor, device: torch.device) -> None:
+    if denominator.numel() != 1 or not (floating(denominator) or indices(denominator)):
+        raise ValueError(f"{op}: denominator must be one value, floating, int32 or int64; got {given(denominator)}")
+    if denominator.requires_grad:
+        raise ValueError(f"{op}: denominator is not differentiable; detach it")
+    if denominator.device.type == "meta" != device.type:
+        raise ValueError(f"{op}: denominator must have a value; got a tensor on meta beside others on {device}")
+    if checks_enabled() and device.type != "meta":
+        number(op, "denominator", denominator.item(), "positive and finite", above=0)
+
+
+def check_options(
+    op: str, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None, logit_scale: float
+) -> None:
+    whole(op, "ignore_index", ignore_index, "within 64 bits")
+    number(op, "label_smoothing", label_smoothing, "in 0..1", least=0, most=1)
+    number(op, "z_loss", z_loss, "finite")
+    if softcap is not None:
+        number(op, "softcap", softcap, "positive and finite, or None", above=0)
+    number(op, "logit_scale", logit_scale, "positive and finite", above=0)
 
 
 def check_inplace(logits: Tensor, reduction: str, return_lse: bool, impl: str | None) -> None:
@@ -79,8 +94,8 @@ def check_inplace(logits: Tensor, reduction: str, return_lse: bool, impl: str | 
         refuse("leaves no logits for the gradient of lse; return_metrics gives the lse without one")
     if impl is not None:
         refuse(f"and impl={impl!r} exclude each other")
-    if any(stride == 0 and size > 1 for size, stride in zip(logits.shape, logits.stride())):
-        refuse("cannot write over expanded logits")
+    if not lies_once(logits):
+        refuse(f"cannot write over expanded or overlapping logits; got strides {logits.stride()}")
 
 
 def check_targets(target: Tensor, V: int, ignore_index: int) -> None:

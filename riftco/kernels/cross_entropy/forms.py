@@ -1,10 +1,9 @@
 """Cross-entropy of one interval a row, and the log-probability of each token: calls of `cross_entropy`."""
 
-import math
-
 import torch
 from torch import Tensor
 
+from .._arguments import given, indices, number, whole
 from .op import cross_entropy
 
 
@@ -20,21 +19,19 @@ def cross_entropy_time_range(logits: Tensor, target: Tensor, start: int | Tensor
     Raises:
         ValueError: shapes or an interval that do not fit, and whatever `cross_entropy` refuses.
     """
-    if logits.dim() != 3 or target.shape != logits.shape[:2]:
-        raise ValueError(
-            f"cross_entropy_time_range: logits must be [B, T, V] and target [B, T]; got {tuple(logits.shape)}, "
-            f"{tuple(target.shape)}"
-        )
+    name = "cross_entropy_time_range"
+    if not (isinstance(logits, Tensor) and isinstance(target, Tensor)) or target.shape != logits.shape[:2]:
+        raise ValueError(f"{name}: logits must be [B, T, V] and target [B, T]; got {given(logits, target)}")
+    if logits.dim() != 3:
+        raise ValueError(f"{name}: logits must be [B, T, V]; got {given(logits)}")
     B, T = target.shape
-    for name, at in (("start", start), ("end", end)):
-        if isinstance(at, Tensor) and (at.shape != (B,) or at.is_floating_point()):
-            raise ValueError(
-                f"cross_entropy_time_range: {name} must be integers ({B},); got {at.dtype} {tuple(at.shape)}"
-            )
-        if isinstance(at, float):
-            raise ValueError(f"cross_entropy_time_range: {name} must be an integer; got {at}")
-    if isinstance(start, int) and isinstance(end, int) and not 0 <= start <= end <= T:
-        raise ValueError(f"cross_entropy_time_range: 0 <= start <= end <= {T} does not hold for {start}, {end}")
+    for side, at in (("start", start), ("end", end)):
+        if not isinstance(at, Tensor):
+            whole(name, side, at, f"in [0, {T}], or int32 or int64 ({B},)", least=0, most=T)
+        elif not indices(at) or at.shape != (B,):
+            raise ValueError(f"{name}: {side} must be int32 or int64 ({B},); got {given(at)}")
+    if not isinstance(start, Tensor) and not isinstance(end, Tensor) and start > end:
+        raise ValueError(f"{name}: 0 <= start <= end <= {T} does not hold for {start}, {end}")
     lo, hi = (at.unsqueeze(-1) if isinstance(at, Tensor) else at for at in (start, end))
     t = torch.arange(T, device=target.device)
     return cross_entropy(logits, torch.where((t >= lo) & (t < hi), target, -1), **options)
@@ -47,8 +44,7 @@ def per_token_logprobs(
 
     Nothing of the logits' size is made by the forward, and the backward makes their gradient only.
     """
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"per_token_logprobs: temperature must be positive and finite; got {temperature}")
+    number("per_token_logprobs", "temperature", temperature, "positive and finite", above=0)
     loss = cross_entropy(
         logits, target, ignore_index=ignore_index, logit_scale=1 / temperature, reduction="none", impl=impl
     )

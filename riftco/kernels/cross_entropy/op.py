@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._arguments import flags
 from .._contract import checks_enabled, choose, define, needs_grad, once_differentiable
 from . import spec
 from .checks import check, check_inplace, check_options, check_targets, class_weight_for
@@ -234,8 +235,9 @@ def cross_entropy(
         sum are kept apart, so that large logits and confident rows lose nothing; deterministic.
     Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", algorithm 3.
     """
+    flags("cross_entropy", inplace=inplace, return_lse=return_lse, return_metrics=return_metrics)
     check("cross_entropy", logits, target, weight, row_weight, reduction, denominator, impl)
-    check_options("cross_entropy", label_smoothing, z_loss, softcap, logit_scale)
+    check_options("cross_entropy", ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     if checks_enabled():
         check_targets(target, logits.shape[-1], ignore_index)
     options: Any = (ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0), float(logit_scale))

@@ -7,6 +7,7 @@ cross-entropy's kernels give lse and W p, and the k values at the ids are made h
 import torch
 from torch import Tensor
 
+from .._arguments import floating, given, indices
 from .._contract import checks_enabled, needs_grad, once_differentiable, same_device
 from . import spec
 from .checks import check_options, check_reduction, check_row_weight
@@ -89,7 +90,7 @@ def topk_cross_entropy(
     Devices: cpu, cuda (Triton), mps (Metal), xla. Deterministic. Memory: the gradient, made in the backward; O(rows k).
     """
     _check(logits, ids, weights, row_weight, reduction, denominator, impl)
-    check_options("topk_cross_entropy", 0.0, 0.0, softcap, logit_scale)
+    check_options("topk_cross_entropy", NO_LABEL, 0.0, 0.0, softcap, logit_scale)
     V = logits.shape[-1]
     w = torch.where(ids >= 0, weights.to(torch.promote_types(logits.dtype, torch.float32)), 0.0)
     if checks_enabled() and bool(((ids >= V) & (w != 0)).any()):
@@ -126,19 +127,17 @@ def _spec(logits, ids, weights, row, softcap: float, logit_scale: float) -> Tens
 
 def _check(logits, ids, weights, row_weight, reduction, denominator, impl) -> None:
     op = "topk_cross_entropy"
-    if logits.dim() < 1 or not logits.is_floating_point():
-        raise ValueError(f"{op}: logits must be floating [..., V]; got {logits.dtype} {tuple(logits.shape)}")
-    if ids.dtype not in (torch.int32, torch.int64) or ids.dim() < 1 or ids.shape[:-1] != logits.shape[:-1]:
+    if not floating(logits) or logits.dim() < 1:
+        raise ValueError(f"{op}: logits must be floating [..., V]; got {given(logits)}")
+    if not indices(ids) or ids.dim() < 1 or ids.shape[:-1] != logits.shape[:-1]:
         want = tuple(logits.shape[:-1])
-        raise ValueError(f"{op}: ids must be int32 or int64 {want} + (k,); got {ids.dtype} {tuple(ids.shape)}")
-    if weights.shape != ids.shape or not weights.is_floating_point():
-        raise ValueError(
-            f"{op}: weights must be floating {tuple(ids.shape)}; got {weights.dtype} {tuple(weights.shape)}"
-        )
+        raise ValueError(f"{op}: ids must be int32 or int64 {want} + (k,); got {given(ids)}")
+    if not floating(weights) or weights.shape != ids.shape:
+        raise ValueError(f"{op}: weights must be floating {tuple(ids.shape)}; got {given(weights)}")
     if weights.requires_grad:
         raise ValueError(f"{op}: weights are not differentiable; detach them")
     if logits.shape[-1] == 0 and ids.numel():
         raise ValueError(f"{op}: logits have no classes (V = 0)")
     check_row_weight(op, row_weight, logits.shape[:-1])
-    check_reduction(op, reduction, denominator, impl)
+    check_reduction(op, reduction, denominator, impl, logits.device)
     same_device(op, logits=logits, ids=ids, weights=weights, row_weight=row_weight)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .._arguments import check_impl, flags, floating, given, indices, number, whole
 from .._contract import checks_enabled, define, needs_grad, once_differentiable, same_device
 from . import spec
 
@@ -145,15 +146,17 @@ def embedding(
         are bit-equal on CPUs and CUDA. Saved for the backward: the ids.
     """
     name = "embedding"
+    flags(name, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
     if sparse:
         raise ValueError(f"{name}: sparse=True is not supported; gradients are dense")
     _check(name, weight, "weight", input, impl)
     rows = weight.shape[0]
     if padding_idx is not None:
-        if not -rows <= padding_idx < rows:
-            raise ValueError(f"{name}: padding_idx must be within the {rows} rows; got {padding_idx}")
+        whole(name, "padding_idx", padding_idx, f"within the {rows} rows", least=-rows, most=rows - 1)
         padding_idx %= rows
     if max_norm is not None:
+        number(name, "max_norm", max_norm, "at least 0", least=0, below=None)
+        number(name, "norm_type", norm_type, "above 0", above=0, below=None)
         with torch.no_grad():
             torch.embedding_renorm_(weight.detach(), input.contiguous(), max_norm, norm_type)
     return _embedding(weight, input, padding_idx, scale_grad_by_freq, impl)
@@ -186,12 +189,12 @@ def scatter_rows(x: Tensor, ids: Tensor, rows: Tensor, *, impl: str | None = Non
     """
     name = "scatter_rows"
     _check(name, x, "x", ids, impl)
+    if not floating(rows) or rows.dtype != x.dtype:
+        raise ValueError(f"{name}: rows must be {x.dtype} as x; got {given(rows)}")
     if ids.dim() != 1 or rows.shape != (ids.shape[0], x.shape[1]):
         raise ValueError(
             f"{name}: ids must be [n] and rows [n, {x.shape[1]}]; got {tuple(ids.shape)} and {tuple(rows.shape)}"
         )
-    if rows.dtype != x.dtype:
-        raise ValueError(f"{name}: rows must be {x.dtype} as x; got {rows.dtype}")
     same_device(name, x=x, rows=rows)
     if impl == "spec":
         return spec.scatter(x, ids, rows)[0]
@@ -225,12 +228,11 @@ class SpecEmbedding(Embedding):
 
 
 def _check(op: str, table, name, ids, impl) -> None:
-    if table.dim() != 2 or not table.is_floating_point():
-        raise ValueError(f"{op}: {name} must be floating [rows, C]; got {table.dtype} {tuple(table.shape)}")
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{op}: ids must be int32 or int64; got {ids.dtype}")
-    if impl not in (None, "spec"):
-        raise ValueError(f"{op}: impl must be None or 'spec'; got {impl!r}")
+    if not floating(table) or table.dim() != 2:
+        raise ValueError(f"{op}: {name} must be floating [rows, C]; got {given(table)}")
+    if not indices(ids):
+        raise ValueError(f"{op}: ids must be int32 or int64; got {given(ids)}")
+    check_impl(op, impl)
     same_device(op, **{name: table, "ids": ids})
     if checks_enabled() and ids.numel():
         bad = (ids < 0) | (ids >= table.shape[0])

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .._arguments import FLOATING, check_impl, floating, given
 from .._contract import autocast, define, needs_grad, once_differentiable, same_device
 from . import spec
 from .weight import GGUFWeight
@@ -123,8 +124,10 @@ def dequantize_gguf(w: GGUFWeight, dtype: torch.dtype) -> Tensor:
     Devices: cpu, cuda (Triton), mps (Metal).
     Numerics: in float32 equal to gguf.dequantize, bit for bit.
     """
-    if not dtype.is_floating_point:
-        raise ValueError(f"dequantize_gguf: dtype must be floating; got {dtype}")
+    if not isinstance(w, GGUFWeight):
+        raise ValueError(f"dequantize_gguf: w must be a GGUFWeight; got {type(w).__name__}")
+    if dtype not in FLOATING:
+        raise ValueError(f"dequantize_gguf: dtype must be float16, bfloat16, float32 or float64; got {dtype}")
     return dequantize(w.packed, w.format, *w.shape, dtype)
 
 
@@ -132,10 +135,9 @@ def _check(x, w, bias, impl) -> None:
     if not isinstance(w, GGUFWeight):
         raise ValueError(f"gguf_linear: w must be a GGUFWeight; got {type(w).__name__}")
     N, K = w.shape
-    if x.dim() < 1 or not x.is_floating_point() or x.shape[-1] != K:
-        raise ValueError(f"gguf_linear: x must be floating [..., {K}]; got {x.dtype} {tuple(x.shape)}")
-    if bias is not None and (tuple(bias.shape) != (N,) or not bias.is_floating_point()):
-        raise ValueError(f"gguf_linear: bias must be floating ({N},); got {bias.dtype} {tuple(bias.shape)}")
-    if impl not in (None, "spec"):
-        raise ValueError(f"gguf_linear: impl must be None or 'spec'; got {impl!r}")
+    if not floating(x) or x.dim() < 1 or x.shape[-1] != K:
+        raise ValueError(f"gguf_linear: x must be floating [..., {K}]; got {given(x)}")
+    if bias is not None and (not floating(bias) or tuple(bias.shape) != (N,)):
+        raise ValueError(f"gguf_linear: bias must be floating ({N},); got {given(bias)}")
+    check_impl("gguf_linear", impl)
     same_device("gguf_linear", x=x, w=w.packed, bias=bias)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._arguments import given, indices
 from .formats import Format, format_of
 
 
@@ -72,6 +73,8 @@ class GGUFWeight:
 
     def rows(self, index: Tensor) -> GGUFWeight:
         """W[index]: rows picked or put in another order (as q's and k's are for their rotation), not requantised."""
+        if not indices(index) or index.dim() != 1:
+            raise ValueError(f"GGUFWeight.rows: index must be int32 or int64 [n]; got {given(index)}")
         return GGUFWeight(self.packed[index], self.format, (index.numel(), self.shape[1]))
 
     def to(self, device: torch.device | str) -> GGUFWeight:

@@ -5,6 +5,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from .._arguments import check_impl, floating, given, number
 from .._contract import define, needs_grad, once_differentiable, same_device
 from .._recompute import saved
 from . import spec
@@ -154,8 +155,8 @@ def layer_norm(
 
 
 def _check(x, weight, bias, residual, eps, impl) -> None:
-    if x.dim() < 1 or not x.is_floating_point():
-        raise ValueError(f"layer_norm: x must be floating [..., C]; got {x.dtype} {tuple(x.shape)}")
+    if not floating(x) or x.dim() < 1:
+        raise ValueError(f"layer_norm: x must be floating [..., C]; got {given(x)}")
     for name, t, shape in (
         ("weight", weight, x.shape[-1:]),
         ("bias", bias, x.shape[-1:]),
@@ -163,12 +164,10 @@ def _check(x, weight, bias, residual, eps, impl) -> None:
     ):
         if t is None:
             continue
-        if t.shape != shape or not t.is_floating_point():
-            raise ValueError(f"layer_norm: {name} must be floating {list(shape)}; got {t.dtype} {tuple(t.shape)}")
+        if not floating(t) or t.shape != shape:
+            raise ValueError(f"layer_norm: {name} must be floating {list(shape)}; got {given(t)}")
         if t.dtype == torch.float64 and x.dtype != torch.float64:
             raise ValueError(f"layer_norm: a float64 {name} needs a float64 x; got {x.dtype}")
-    if not eps >= 0:
-        raise ValueError(f"layer_norm: eps must not be negative; got {eps}")
-    if impl not in (None, "spec"):
-        raise ValueError(f"layer_norm: impl must be None or 'spec'; got {impl!r}")
+    number("layer_norm", "eps", eps, "finite and at least 0", least=0)
+    check_impl("layer_norm", impl)
     same_device("layer_norm", x=x, weight=weight, bias=bias, residual=residual)

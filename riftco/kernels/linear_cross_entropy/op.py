@@ -3,13 +3,14 @@
 import torch
 from torch import Tensor
 
+from .._arguments import flags
 from .._contract import checks_enabled, define, needs_grad, once_differentiable
 from .._frozen_weight import FrozenWeight
 from ..cross_entropy import op as cross_entropy
-from ..cross_entropy.checks import check_targets, class_weight_for
+from ..cross_entropy.checks import check_options, check_targets, class_weight_for
 from ..cross_entropy.op import Metrics
 from . import spec
-from .checks import autocast, check, check_lora, shifted, taken_apart
+from .checks import OP, autocast, check, check_kinds, check_lora, shifted, taken_apart
 from .problem import OPTIONS, TENSORS, Problem
 
 HERE = "riftco.kernels.linear_cross_entropy"
@@ -245,6 +246,9 @@ def linear_cross_entropy(
         float32; deterministic. Under autocast x, weight and bias are cast as F.linear's are.
     Source: Hsu et al. 2024, "Liger Kernel: efficient Triton kernels for LLM training", section 3.2.
     """
+    flags(OP, shift=shift, checkpoint=checkpoint, return_lse=return_lse, return_metrics=return_metrics)
+    check_kinds(x, weight, target, bias, row_weight, class_weight, topk)
+    check_options(OP, ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     x, weight, bias = autocast(x, weight, bias)
     a, b, scale = (None, None, 1.0) if lora is None else check_lora(lora)
     if shift:
@@ -252,11 +256,11 @@ def linear_cross_entropy(
     packed, absmax, kind, block = taken_apart(weight)
     p = Problem(
         x, packed, absmax, target, bias, row_weight,
-        class_weight_for(class_weight, x), topk, a, b, weight.shape[0] if len(weight.shape) else 0,
+        class_weight_for(class_weight, x), topk, a, b, weight.shape[0],
         kind, block, float(scale), ignore_index, float(label_smoothing), float(z_loss),
         0.0 if softcap is None else float(softcap), float(logit_scale), return_metrics, slice_bytes, n_labelled,
     )  # fmt: skip
-    check(p, weight, reduction, denominator, softcap, accum_dtype, impl)
+    check(p, weight, reduction, denominator, accum_dtype, impl)
     if checks_enabled():
         check_targets(target, p.V, ignore_index)
     if n_labelled is None and torch.compiler.is_compiling():

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._arguments import floating, given, whole
 from .op import linear_cross_entropy
 
 
@@ -29,12 +30,12 @@ def torch_linear_cross_entropy(
     Raises:
         ValueError: class probabilities, a K-dimensional weight, and what linear_cross_entropy refuses.
     """
-    if linear_weight.dim() != 2:
+    if not floating(linear_weight) or linear_weight.dim() != 2:
         raise ValueError(
-            f"linear_cross_entropy: linear_weight must be [classes, in_features]; got {tuple(linear_weight.shape)} "
+            f"linear_cross_entropy: linear_weight must be [classes, in_features]; got {given(linear_weight)} "
             "(K-dimensional losses are not served)"
         )
-    if target.is_floating_point():
+    if floating(target):
         raise ValueError("linear_cross_entropy: target holds class probabilities; only class indices are served")
     more: dict[str, Any] = {}
     if getattr(options, "acc_dtype", None) is not None:
@@ -140,9 +141,11 @@ def cce_linear_cross_entropy(
         raise ValueError("linear_cross_entropy: vocab_parallel_options is not served; gather the classifier first")
     if impl not in CCE_IMPLS:
         raise ValueError(f"linear_cross_entropy: impl must be one of {', '.join(CCE_IMPLS)}; got {impl!r}")
-    if shift < 0:
-        raise ValueError(f"linear_cross_entropy: shift must be 0 or more; got {shift}")
-    if shift:
+    whole("linear_cross_entropy", "shift", int(shift) if isinstance(shift, bool) else shift, "0 or more", least=0)
+    if shift and isinstance(e, Tensor) and isinstance(targets, Tensor):  # others are refused below
+        T = targets.shape[-1] if targets.dim() else 0
+        if shift >= T:
+            raise ValueError(f"linear_cross_entropy: shift must be below targets' length {T}; got {shift}")
         e, targets = e[..., : -int(shift), :], targets[..., int(shift) :]
     return linear_cross_entropy(
         e, c, targets, bias, ignore_index=ignore_index, softcap=softcap, reduction=reduction, return_lse=return_lse

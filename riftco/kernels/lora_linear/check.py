@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._arguments import check_impl, floating, given, number
 from .._contract import checks_enabled, same_device
 from .._frozen_weight import FrozenWeight, is_frozen
 
@@ -25,12 +26,12 @@ def check(
         )
     for member in zip(weights, biases, lora_a, lora_b):
         _check_member(x, *member)
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"lora_linear: dropout_p must be in [0, 1]; got {dropout_p}")
-    if rows is not None and (rows.dim() != 1 or rows.dtype != torch.int64):
-        raise ValueError(f"lora_linear: rows must be int64 [L]; got {rows.dtype} {tuple(rows.shape)}")
-    if impl not in (None, "spec"):
-        raise ValueError(f"lora_linear: impl must be None or 'spec'; got {impl!r}")
+    for scale in scales:
+        number("lora_linear", "scale", scale, "finite")
+    number("lora_linear", "dropout_p", dropout_p, "in [0, 1]", least=0, most=1)
+    if rows is not None and (not isinstance(rows, Tensor) or rows.dim() != 1 or rows.dtype != torch.int64):
+        raise ValueError(f"lora_linear: rows must be int64 [L]; got {given(rows)}")
+    check_impl("lora_linear", impl)
     for weight, bias, a, b in zip(weights, biases, lora_a, lora_b):
         held = weight if isinstance(weight, Tensor) else weight.operands()[0][0]
         same_device("lora_linear", x=x, weight=held, lora_a=a, lora_b=b, bias=bias, rows=rows)
@@ -40,31 +41,31 @@ def check(
 
 def _check_member(x: Tensor, weight, bias: Tensor | None, lora_a: Tensor, lora_b: Tensor) -> None:
     if not isinstance(weight, Tensor) and not is_frozen(weight):
-        raise ValueError(f"lora_linear: weight must be a tensor or a frozen weight; got {type(weight).__name__}")
+        raise ValueError(f"lora_linear: weight must be a tensor or a frozen weight; got {given(weight)}")
     if len(weight.shape) != 2:
         raise ValueError(f"lora_linear: weight must be [N, C]; got {tuple(weight.shape)}")
     N, C = weight.shape
-    if x.dim() < 1 or not x.is_floating_point() or x.shape[-1] != C:
-        raise ValueError(f"lora_linear: x must be floating [..., {C}]; got {x.dtype} {tuple(x.shape)}")
+    if not floating(x) or x.dim() < 1 or x.shape[-1] != C:
+        raise ValueError(f"lora_linear: x must be floating [..., {C}]; got {given(x)}")
     if isinstance(weight, Tensor) and weight.dtype != x.dtype:
         raise ValueError(f"lora_linear: weight must have x's dtype {x.dtype}; got {weight.dtype}")
-    if lora_a.dim() != 2 or lora_a.shape[1] != C or not lora_a.is_floating_point():
-        raise ValueError(f"lora_linear: lora_a must be floating [R, {C}]; got {lora_a.dtype} {tuple(lora_a.shape)}")
+    if not floating(lora_a) or lora_a.dim() != 2 or lora_a.shape[1] != C:
+        raise ValueError(f"lora_linear: lora_a must be floating [R, {C}]; got {given(lora_a)}")
     R = lora_a.shape[0]
     if not 1 <= R <= MAX_RANK:
         raise ValueError(f"lora_linear: the rank must be 1..{MAX_RANK}; got {R}")
-    if tuple(lora_b.shape) != (N, R) or not lora_b.is_floating_point():
-        raise ValueError(f"lora_linear: lora_b must be floating ({N}, {R}); got {lora_b.dtype} {tuple(lora_b.shape)}")
-    if bias is not None and (tuple(bias.shape) != (N,) or not bias.is_floating_point()):
-        raise ValueError(f"lora_linear: bias must be floating ({N},); got {bias.dtype} {tuple(bias.shape)}")
+    if not floating(lora_b) or tuple(lora_b.shape) != (N, R):
+        raise ValueError(f"lora_linear: lora_b must be floating ({N}, {R}); got {given(lora_b)}")
+    if bias is not None and (not floating(bias) or tuple(bias.shape) != (N,)):
+        raise ValueError(f"lora_linear: bias must be floating ({N},); got {given(bias)}")
 
 
-def check_magnitude(magnitude: Tensor, lora_b: Tensor) -> None:
-    if tuple(magnitude.shape) != lora_b.shape[:1] or not magnitude.is_floating_point():
-        raise ValueError(
-            f"lora_linear: magnitude must be floating ({lora_b.shape[0]},); got {magnitude.dtype} "
-            f"{tuple(magnitude.shape)}"
-        )
+def check_magnitude(magnitude: Tensor, lora_a: Tensor, lora_b: Tensor) -> None:
+    for name, t, shape in (("lora_a", lora_a, "[R, C]"), ("lora_b", lora_b, "[N, R]")):
+        if not floating(t) or t.dim() != 2:
+            raise ValueError(f"lora_linear: {name} must be floating {shape}; got {given(t)}")
+    if not floating(magnitude) or tuple(magnitude.shape) != lora_b.shape[:1]:
+        raise ValueError(f"lora_linear: magnitude must be floating ({lora_b.shape[0]},); got {given(magnitude)}")
     same_device("lora_linear", lora_b=lora_b, magnitude=magnitude)
 
 

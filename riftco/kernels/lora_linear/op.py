@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._arguments import flags
 from .._contract import autocast, define, needs_grad, once_differentiable
 from .._frozen_weight import FrozenWeight
 from . import spec
@@ -154,6 +155,7 @@ def lora_linear_group(
 
     Devices, numerics and source: as `lora_linear`.
     """
+    flags("lora_linear", training=training)
     members = len(weights)
     biases = [None] * members if biases is None else biases
     dense = [w if isinstance(w, Tensor) else None for w in weights]
@@ -226,7 +228,7 @@ def lora_linear(
     if magnitude is None:
         members: tuple = ([weight], [lora_a], [lora_b])
         return lora_linear_group(x, *members, scales=[scale], biases=[bias], rows=rows, **options)[0]
-    check_magnitude(magnitude, lora_b)
+    check_magnitude(magnitude, lora_a, lora_b)
     if rows is not None:  # a layer over the rows that are listed, in a copy of what the others have of the base
         still = lora_a.detach(), lora_b.detach()
         base = lora_linear(x, weight, *still, scale=scale, bias=bias, rows=rows[:0], impl=impl)

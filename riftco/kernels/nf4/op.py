@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .._arguments import FLOATING, check_impl, floating, given
 from .._contract import autocast, define, needs_grad, once_differentiable, same_device
 from . import spec
 from .weight import NF4Weight
@@ -126,8 +127,10 @@ def dequantize_nf4(q: NF4Weight, dtype: torch.dtype) -> Tensor:
     Devices: cpu, cuda (Triton), mps (Metal), xla.
     Numerics: equal to bitsandbytes.functional.dequantize_4bit.
     """
-    if not dtype.is_floating_point:
-        raise ValueError(f"dequantize_nf4: dtype must be floating; got {dtype}")
+    if not isinstance(q, NF4Weight):
+        raise ValueError(f"dequantize_nf4: q must be an NF4Weight (see quantize_nf4); got {type(q).__name__}")
+    if dtype not in FLOATING:
+        raise ValueError(f"dequantize_nf4: dtype must be float16, bfloat16, float32 or float64; got {dtype}")
     return dequantize(q.codes, q.scale, q.numel(), q.block_size, dtype).view(q.shape)
 
 
@@ -137,10 +140,9 @@ def _check(x, q, bias, impl) -> None:
     if len(q.shape) != 2:
         raise ValueError(f"nf4_linear: q must have shape (N, K); got {tuple(q.shape)}")
     N, K = q.shape
-    if x.dim() < 1 or not x.is_floating_point() or x.shape[-1] != K:
-        raise ValueError(f"nf4_linear: x must be floating [..., {K}]; got {x.dtype} {tuple(x.shape)}")
-    if bias is not None and (tuple(bias.shape) != (N,) or not bias.is_floating_point()):
-        raise ValueError(f"nf4_linear: bias must be floating ({N},); got {bias.dtype} {tuple(bias.shape)}")
-    if impl not in (None, "spec"):
-        raise ValueError(f"nf4_linear: impl must be None or 'spec'; got {impl!r}")
+    if not floating(x) or x.dim() < 1 or x.shape[-1] != K:
+        raise ValueError(f"nf4_linear: x must be floating [..., {K}]; got {given(x)}")
+    if bias is not None and (not floating(bias) or tuple(bias.shape) != (N,)):
+        raise ValueError(f"nf4_linear: bias must be floating ({N},); got {given(bias)}")
+    check_impl("nf4_linear", impl)
     same_device("nf4_linear", x=x, q=q.codes, bias=bias)

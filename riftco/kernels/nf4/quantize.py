@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .._arguments import flags, floating, given, whole
 from .spec import TABLE
 from .weight import BLOCK_SIZES, NestedAbsmax, NF4Weight
 
@@ -37,8 +38,10 @@ def quantize_nf4(w: Tensor, *, block_size: int = 64, double_quant: bool = True) 
         six hundred). All-zero blocks get the code of 0 everywhere.
     Source: Dettmers et al. 2023, "QLoRA", section 3; Dettmers et al. 2022, "8-bit Optimizers", section 2.
     """
-    if w.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"quantize_nf4: w must be float32, float16 or bfloat16; got {w.dtype}")
+    if not floating(w) or w.dtype == torch.float64:
+        raise ValueError(f"quantize_nf4: w must be float32, float16 or bfloat16; got {given(w)}")
+    flags("quantize_nf4", double_quant=double_quant)
+    whole("quantize_nf4", "block_size", block_size, f"one of {BLOCK_SIZES}")
     if block_size not in BLOCK_SIZES:
         raise ValueError(f"quantize_nf4: block_size must be one of {BLOCK_SIZES}; got {block_size}")
     flat = w.detach().reshape(-1)

@@ -1,11 +1,11 @@
 """The contract of RMS normalisation: schema, shapes, devices, gradient. Torch-only; imports no kernel."""
 
-import math
 from typing import overload
 
 import torch
 from torch import Tensor
 
+from .._arguments import check_impl, floating, given, number
 from .._contract import define, needs_grad, once_differentiable, same_device
 from .._recompute import saved
 from . import spec
@@ -154,24 +154,19 @@ def rms_norm(
 
 
 def _check(x, weight, residual, eps, offset, impl) -> None:
-    if x.dim() < 1 or not x.is_floating_point():
-        raise ValueError(f"rms_norm: x must be floating [..., C]; got {x.dtype} {tuple(x.shape)}")
+    if not floating(x) or x.dim() < 1:
+        raise ValueError(f"rms_norm: x must be floating [..., C]; got {given(x)}")
     if weight is not None:
-        if weight.shape != x.shape[-1:] or not weight.is_floating_point():
-            raise ValueError(
-                f"rms_norm: weight must be floating [{x.shape[-1]}]; got {weight.dtype} {tuple(weight.shape)}"
-            )
+        if not floating(weight) or weight.shape != x.shape[-1:]:
+            raise ValueError(f"rms_norm: weight must be floating [{x.shape[-1]}]; got {given(weight)}")
         if weight.dtype == torch.float64 and x.dtype != torch.float64:
             raise ValueError(f"rms_norm: a float64 weight needs a float64 x; got {x.dtype}")
     if residual is not None:
-        if residual.shape != x.shape or not residual.is_floating_point():
-            raise ValueError(
-                f"rms_norm: residual must be floating {tuple(x.shape)}; got {residual.dtype} {tuple(residual.shape)}"
-            )
+        if not floating(residual) or residual.shape != x.shape:
+            raise ValueError(f"rms_norm: residual must be floating {tuple(x.shape)}; got {given(residual)}")
         if residual.dtype == torch.float64 and x.dtype != torch.float64:
             raise ValueError(f"rms_norm: a float64 residual needs a float64 x; got {x.dtype}")
-    if not (eps >= 0 and abs(offset) < math.inf):
-        raise ValueError(f"rms_norm: eps must not be negative, and offset must be finite; got {eps} and {offset}")
-    if impl not in (None, "spec"):
-        raise ValueError(f"rms_norm: impl must be None or 'spec'; got {impl!r}")
+    number("rms_norm", "eps", eps, "finite and at least 0", least=0)
+    number("rms_norm", "offset", offset, "finite")
+    check_impl("rms_norm", impl)
     same_device("rms_norm", x=x, weight=weight, residual=residual)

@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
+from .._arguments import check_impl, flags, floating, given, indices
 from .._contract import checks_enabled, define, needs_grad, same_device, write
+from .._overlap import lies_once, share_memory
 from . import spec
 
 HERE = "riftco.kernels.rope"
@@ -103,6 +105,7 @@ def rope(
         it may be differentiated again.
     Source: Su et al. 2021, "RoFormer", equation 34.
     """
+    flags("rope", interleaved=interleaved, inplace=inplace)
     _check(q, k, cos, sin, positions, inplace, impl)
     if positions is not None:
         if checks_enabled():
@@ -128,40 +131,37 @@ def check_positions(positions: Tensor, max_position: int) -> None:
 
 
 def _check(q, k, cos, sin, positions, inplace, impl) -> None:
+    for name, table in (("cos", cos), ("sin", sin)):
+        if not floating(table) or table.dim() != 2 or table.shape != cos.shape or table.dtype != torch.float32:
+            raise ValueError(f"rope: {name} must be float32 [max_position, R / 2]; got {given(table)}")
+        if table.requires_grad:
+            raise ValueError(f"rope: {name} is not differentiable; detach it")
     for name, x in (("q", q), ("k", k)):
-        if x.dim() < 3 or not x.is_floating_point():
-            raise ValueError(f"rope: {name} must be floating [..., T, heads, D]; got {x.dtype} {tuple(x.shape)}")
+        if not floating(x) or x.dim() < 3:
+            raise ValueError(f"rope: {name} must be floating [..., T, heads, D]; got {given(x)}")
         if x.shape[-1] < 2 * cos.shape[-1]:
             raise ValueError(f"rope: {name} has head dim {x.shape[-1]}, less than the tables' {2 * cos.shape[-1]}")
     if q.shape[:-2] != k.shape[:-2]:
         raise ValueError(f"rope: q and k must have the same tokens; got {tuple(q.shape)} and {tuple(k.shape)}")
-    for name, table in (("cos", cos), ("sin", sin)):
-        if table.dim() != 2 or table.shape != cos.shape or table.dtype != torch.float32:
-            raise ValueError(
-                f"rope: {name} must be float32 [max_position, R / 2]; got {table.dtype} {tuple(table.shape)}"
-            )
-        if table.requires_grad:
-            raise ValueError(f"rope: {name} is not differentiable; detach it")
     if positions is None:
         if q.shape[-3] > cos.shape[0]:
             raise ValueError(f"rope: {q.shape[-3]} tokens, but the tables have {cos.shape[0]} rows")
-    elif positions.dtype not in (torch.int32, torch.int64) or not _expands(positions.shape, q.shape[:-2]):
-        raise ValueError(
-            f"rope: positions must be int32 or int64 {tuple(q.shape[:-2])}; "
-            f"got {positions.dtype} {tuple(positions.shape)}"
-        )
+    elif not indices(positions) or not _expands(positions.shape, q.shape[:-2]):
+        raise ValueError(f"rope: positions must be int32 or int64 {tuple(q.shape[:-2])}; got {given(positions)}")
     if inplace:
         if needs_grad(q, k):
             raise ValueError("rope: inplace=True records no gradient; use torch.no_grad() or detach q and k")
         if impl is not None:
             raise ValueError("rope: inplace=True and impl cannot be combined")
         for name, x in (("q", q), ("k", k)):
-            if x.dim() > 4 or any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride())):
-                raise ValueError(f"rope: inplace=True needs {name} of at most 4 dimensions, none of them expanded")
-        if q is k:  # it would be turned twice, or by a race
-            raise ValueError("rope: inplace=True needs q and k to be two tensors; got one for both")
-    if impl not in (None, "spec"):
-        raise ValueError(f"rope: impl must be None or 'spec'; got {impl!r}")
+            if x.dim() > 4 or not lies_once(x):
+                raise ValueError(
+                    f"rope: inplace=True needs {name} of at most 4 dimensions, none of them expanded or overlapping; "
+                    f"got {tuple(x.shape)} with strides {x.stride()}"
+                )
+        if q is k or share_memory(q, k):  # what both have would be turned twice, or by a race
+            raise ValueError("rope: inplace=True needs q and k to be two tensors; got one for both, or common elements")
+    check_impl("rope", impl)
     same_device("rope", q=q, k=k, cos=cos, sin=sin, positions=positions)
 
 

@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._arguments import number, whole
+
 TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
+SCALARS = (
+    "factor", "low_freq_factor", "high_freq_factor", "attention_factor", "partial_rotary_factor", "rope_theta",
+    "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+)  # fmt: skip
 
 
 def rope_tables(
@@ -52,7 +58,13 @@ def rope_frequencies(
     device: torch.device | str | None = None,
 ) -> tuple[Tensor, float]:
     """(radians a position [R / 2], factor on cos and sin); arguments as `rope_tables`."""
+    whole("rope_tables", "head_dim", head_dim, "at least 2", least=2)
+    whole("rope_tables", "max_position", max_position, "at least 0", least=0)
+    number("rope_tables", "theta", theta, "positive and finite", above=0)
     s = dict(scaling or {})
+    for key in SCALARS:
+        if s.get(key) is not None:
+            number("rope_tables", key, s[key], "finite and not negative", least=0)
     kind = s.get("rope_type") or s.get("type") or "default"
     if kind not in TYPES:
         raise ValueError(f"rope_tables: rope_type {kind!r} is not supported; supported: {', '.join(TYPES)}")

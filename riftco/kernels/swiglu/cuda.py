@@ -19,7 +19,8 @@ def _row(n, inner, stride_o, stride_i):
 @triton.jit
 def _sigmoid(x):
     e = tl.exp(-tl.abs(x))  # never above 1, so that nothing overflows
-    return tl.where(x >= 0, 1.0, e) / (1.0 + e)
+    # exactly 0 where exp(-x) is beyond float32, as in PyTorch's x / (1 + exp(-x)): an infinite factor then gives NaN
+    return tl.where(x >= 0, 1.0, tl.where(x < -88.72284, 0.0, e)) / (1.0 + e)
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .._arguments import check_impl, floating, given
 from .._contract import define, needs_grad, once_differentiable, same_device
 from .._recompute import saved
 from . import spec
@@ -123,14 +124,13 @@ def _gated(name: str, gate: Tensor, up: Tensor | None, activation: str, impl: st
 
 def _check(name: str, gate, up, impl) -> None:
     if up is None:
-        if gate.dim() < 1 or gate.shape[-1] % 2 or not gate.is_floating_point():
-            raise ValueError(f"{name}: one tensor must be floating [..., 2 F]; got {gate.dtype} {tuple(gate.shape)}")
+        if not floating(gate) or gate.dim() < 1 or gate.shape[-1] % 2:
+            raise ValueError(f"{name}: one tensor must be floating [..., 2 F]; got {given(gate)}")
+    elif not (floating(gate) and floating(up)):
+        raise ValueError(f"{name}: gate and up must be floating; got {given(gate, up)}")
     elif gate.dim() < 1 or gate.shape != up.shape:
         raise ValueError(
             f"{name}: gate and up must have one shape [..., F]; got {tuple(gate.shape)} and {tuple(up.shape)}"
         )
-    elif not (gate.is_floating_point() and up.is_floating_point()):
-        raise ValueError(f"{name}: gate and up must be floating; got {gate.dtype} and {up.dtype}")
-    if impl not in (None, "spec"):
-        raise ValueError(f"{name}: impl must be None or 'spec'; got {impl!r}")
+    check_impl(name, impl)
     same_device(name, gate=gate, up=up)
