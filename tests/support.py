@@ -90,6 +90,7 @@ DEVICES = (
     Device("cuda", "cuda", None, lambda: "" if torch.cuda.is_available() else "no CUDA device"),
     Device("xla", tpu.DEVICE_TYPE, None, _xla, around=_one_graph),
 )
+SPEC = Device("cpu-spec", "cpu", "spec", lambda: "")  # what serves float64, and XLA where it has nothing better
 MARKS = {"cuda": pytest.mark.gpu, "xla": pytest.mark.xla}
 
 
@@ -168,7 +169,7 @@ def mutant(module: str, old: str, new: str) -> Iterator[None]:
 
 def assert_caught(cases, module: str, old: str, new: str, case: str, device: str = "cpu-triton") -> None:
     """A planted bug in a kernel must fail the conformance check of `case`."""
-    dev = next(d for d in DEVICES if d.name == device)
+    dev = next(d for d in (*DEVICES, SPEC) if d.name == device)
     if not dev.available and device == "cpu-triton" and torch.cuda.is_available():
         dev = next(d for d in DEVICES if d.name == "cuda")
     if not dev.available:

@@ -208,9 +208,11 @@ def test_strides(device):
             torch.testing.assert_close(ga, gb, msg=name)
             (ga,) = torch.autograd.grad(gguf_linear(a, w).sum(), a)  # an expanded gradient
             torch.testing.assert_close(ga, dequantize_gguf(w, ga.dtype).sum(0).expand_as(ga), msg=name)
-        bias = torch.randn(6, 2, device=x.device)[:, 0]
-        for few in (wide[0, :1, :32], wide.reshape(-1, 32)[:70]):
-            assert torch.equal(gguf_linear(few, w, bias), gguf_linear(few, w, bias.contiguous()))
+        gaps = torch.full((12,), torch.nan, device=x.device)  # what lies between the bias's values is not read
+        gaps[::2] = torch.randn(6)
+        for few in (wide[0, :1, :32], wide.reshape(-1, 72)[:70, :32]):
+            for bias in (gaps[::2], gaps[2].expand(6)):
+                assert torch.equal(gguf_linear(few, w, bias), gguf_linear(few, w, bias.contiguous()))
 
 
 @pytest.mark.parametrize("device", DEVICES)
