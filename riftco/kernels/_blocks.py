@@ -2,42 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-EACH = 1 << 17  # elements of a block for each thread: few enough for the cache, so many that calls cost nothing
+EACH = 1 << 17  # elements of a block for each thread: few enough for the cache, so many that calls cost little
 
 
-def row_blocks(N: int, C: int) -> Iterator[slice]:
-    """Slices of N rows of C elements."""
-    step = max(1, EACH * torch.get_num_threads() // max(C, 1))
-    for start in range(0, N, step):
-        yield slice(start, min(start + step, N))
+def step_of(N: int, C: int) -> int:
+    """How many of N rows of C elements make a block."""
+    return max(1, min(N, EACH * torch.get_num_threads() // max(C, 1)))
 
 
 class Wide:
-    """Rows as float32 blocks: the rows themselves where they are float32, else copies in a buffer used again."""
+    """Rows as float32 blocks of `step`: the rows themselves where they are float32, else copies in a buffer used again.
 
-    def __init__(self, t: Tensor):
-        self.rows = t.reshape(-1, t.shape[-1])  # a view unless no two strides describe the rows
+    Block i is read, or is written to where `unfilled` says and then stored by `write`.
+    """
+
+    def __init__(self, t: Tensor, step: int):
+        rows = t.reshape(-1, t.shape[-1])  # a view unless no two strides describe the rows
+        self.blocks = rows.split(step)  # once for all: a slice costs as much as a call
         self.narrow = t.dtype != torch.float32
         self.buffer: Tensor | None = None
+        self.shape = step, t.shape[-1]
 
-    def read(self, at: slice) -> Tensor:
-        return self.scratch(at).copy_(self.rows[at]) if self.narrow else self.rows[at]
+    def __len__(self) -> int:
+        return len(self.blocks)
 
-    def unfilled(self, at: slice) -> Tensor:
-        """What to write a block into, before `write`."""
-        return self.scratch(at) if self.narrow else self.rows[at]
+    def read(self, i: int) -> Tensor:
+        return self.scratch(i).copy_(self.blocks[i]) if self.narrow else self.blocks[i]
 
-    def write(self, at: slice, block: Tensor) -> None:
+    def unfilled(self, i: int) -> Tensor:
+        return self.scratch(i) if self.narrow else self.blocks[i]
+
+    def write(self, i: int, block: Tensor) -> None:
         if self.narrow:
-            self.rows[at].copy_(block)
+            self.blocks[i].copy_(block)
 
-    def scratch(self, at: slice) -> Tensor:
-        """A block that lasts until the next one."""
+    def scratch(self, i: int) -> Tensor:
+        """Room of a block's shape that lasts until the next block."""
         if self.buffer is None:
-            self.buffer = torch.empty(at.stop - at.start, self.rows.shape[-1])
-        return self.buffer[: at.stop - at.start]
+            self.buffer = torch.empty(self.shape)
+        n = len(self.blocks[i])
+        return self.buffer if n == self.shape[0] else self.buffer[:n]

@@ -334,3 +334,33 @@ def test_errors():
 )
 def test_planted_bugs(old, new, case):
     support.assert_caught(cases, "riftco.kernels.rope.cuda", old, new, case)
+
+
+@pytest.mark.parametrize(
+    "old,new,case",
+    [
+        ("table[1], value=-1)", "table[1])", "half, grouped heads"),
+        ("a.copy_(source).unflatten(-1, (half, 2))).mul_(table[0])", "a.copy_(source).unflatten(-1, (half, 2)))",
+         "interleaved"),
+        ("        o[..., R:].copy_(t[..., R:])\n", "        o[..., R:].zero_()\n", "partial"),
+        ("spec.angles(x[0].shape[-3], cos, sin, positions, transpose)",
+         "spec.angles(x[0].shape[-3], cos, sin, None, transpose)", "packed, positions"),
+        ("positions, transpose)", "positions, False)", "half, grouped heads"),
+    ],
+)  # fmt: skip
+def test_planted_bugs_on_the_cpu(old, new, case):
+    support.assert_caught(cases, "riftco.kernels.rope.cpu", old, new, case, device="cpu")
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_of_tokens_on_the_cpu(monkeypatch, dtype, interleaved):
+    """Cut into blocks with a rest, in place and not, bit for bit what one block gives."""
+    q, k = torch.randn(2, 13, 4, 10, dtype=dtype), torch.randn(2, 13, 2, 10, dtype=dtype)
+    cos, sin = rope_tables(8, 13)
+    whole = rope(q, k, cos, sin, interleaved=interleaved)
+    monkeypatch.setattr("riftco.kernels._blocks.EACH", 200)
+    for got, want in zip(rope(q, k, cos, sin, interleaved=interleaved), whole):
+        assert torch.equal(got, want)
+    rope(q, k, cos, sin, interleaved=interleaved, inplace=True)
+    assert torch.equal(q, whole[0]) and torch.equal(k, whole[1])

@@ -1,12 +1,14 @@
-"""Layer normalisation on a CPU. Forward: PyTorch's kernel, given float32 weights so that its statistics are too.
-Backward: in blocks of rows that stay in the cache, as PyTorch's sums the gradients of 16-bit weights in 16 bit.
+"""Layer normalisation on a CPU: PyTorch's kernels, given float32 weights so that their statistics are too. Backward in
+blocks of rows that stay in the cache; the gradients of weight and bias are summed here, in float32.
 """
 
 import torch
 from torch import Tensor
 
-from .._blocks import Wide, row_blocks
+from .._blocks import Wide, step_of
 from . import spec
+
+aten = torch.ops.aten
 
 
 def forward(
@@ -27,28 +29,24 @@ def backward(
     C, need_weight, need_bias = x.shape[-1], need_weight and weight is not None, need_bias and bias is not None
     d_x = torch.empty(x.shape if need_x else 0, dtype=x.dtype)
     d_scale, d_shift = (torch.zeros(C if need else 0) for need in (need_weight, need_bias))
-    scale = None if weight is None else weight.float()
     if x.numel():
-        xs, d_ys, d_xs = Wide(x), Wide(d_y), Wide(d_x) if need_x else None
-        means, r = mean.reshape(-1, 1), rstd.reshape(-1, 1)
-        totals = None if d_total is None else Wide(d_total)
-        n, products = Wide(x), Wide(x)
-        for at in row_blocks(*xs.rows.shape):
-            d = d_ys.read(at)
-            normal = torch.sub(xs.read(at), means[at], out=n.scratch(at)).mul_(r[at])
-            product = torch.mul(d, normal, out=products.scratch(at))
-            if need_weight:
-                d_scale += product.sum(0)
+        step = step_of(mean.numel(), C)
+        xs, d_ys, centred, products = Wide(x, step), Wide(d_y, step), Wide(x, step), Wide(x, step)
+        d_xs = Wide(d_x, step) if need_x else None
+        totals = None if d_total is None else Wide(d_total, step)
+        means, rstds = (t.reshape(-1, 1).split(step) for t in (mean, rstd))
+        affine, zeros = _wide(x, weight, bias), torch.zeros(step, 1)
+        for i, r in enumerate(rstds):
+            d = d_ys.read(i)
+            # what the kernel would subtract at its end, where a mean far from zero takes the digits
+            z = torch.sub(xs.read(i), means[i], out=centred.scratch(i))
+            if need_weight:  # not the kernel's own sum, which adds one row after the other
+                d_scale += torch.mul(d, z, out=products.scratch(i)).mul_(r).sum(0)
             if need_bias:
                 d_shift += d.sum(0)
             if d_xs is not None:
-                of_product, of_g = (
-                    (t.mean(-1) if scale is None else torch.mv(t, scale) / C).unsqueeze(-1) for t in (product, d)
-                )
-                out = d_xs.unfilled(at)
-                torch.sub(d if scale is None else torch.mul(d, scale, out=out), normal.mul_(of_product), out=out)
-                out.sub_(of_g).mul_(r[at])
-                d_xs.write(at, out if totals is None else out.add_(totals.read(at)))
+                g, *_ = aten.native_layer_norm_backward(d, z, [C], zeros[: len(z)], r, *affine, [True, False, False])
+                d_xs.blocks[i].copy_(g if totals is None else g.add_(totals.read(i)))
     return (
         d_x,
         d_scale.to(x.dtype if weight is None else weight.dtype),

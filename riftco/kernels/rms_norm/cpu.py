@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._blocks import Wide, row_blocks
+from .._blocks import Wide, step_of
 
 
 def forward(
@@ -13,13 +13,14 @@ def forward(
     y, rstd = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape[:-1])
     if y.numel() == 0:
         return y, total, rstd.fill_(torch.nan)
-    rows, ys, flat = Wide(x if residual is None else total), Wide(y), rstd.view(-1, 1)
+    step = step_of(rstd.numel(), x.shape[-1])
+    rows, ys, flat = Wide(x if residual is None else total, step), Wide(y, step), rstd.view(-1, 1).split(step)
     scale = None if weight is None else weight.float() + offset
-    for at in row_blocks(*rows.rows.shape):
-        a, out = rows.read(at), ys.unfilled(at)
-        torch.mean(torch.mul(a, a, out=out), -1, keepdim=True, out=flat[at]).add_(eps).rsqrt_()
-        torch.mul(a, flat[at], out=out)
-        ys.write(at, out if scale is None else out.mul_(scale))
+    for i, r in enumerate(flat):
+        a, out = rows.read(i), ys.unfilled(i)
+        torch.mean(torch.mul(a, a, out=out), -1, keepdim=True, out=r).add_(eps).rsqrt_()
+        torch.mul(a, r, out=out)
+        ys.write(i, out if scale is None else out.mul_(scale))
     return y, total, rstd
 
 
@@ -32,18 +33,20 @@ def backward(
     d_scale = torch.zeros(C if need_weight else 0)
     scale = None if weight is None else weight.float() + offset
     if x.numel():
-        xs, d_ys, d_xs, r = Wide(x), Wide(d_y), Wide(d_x) if need_x else None, rstd.reshape(-1, 1)
-        totals = None if d_total is None else Wide(d_total)
-        n, products = Wide(x), Wide(x)
-        for at in row_blocks(*xs.rows.shape):
-            d = d_ys.read(at)
-            normal = torch.mul(xs.read(at), r[at], out=n.scratch(at))
-            product = torch.mul(d, normal, out=products.scratch(at))
+        step = step_of(rstd.numel(), C)
+        xs, d_ys, d_xs = Wide(x, step), Wide(d_y, step), Wide(d_x, step) if need_x else None
+        totals = None if d_total is None else Wide(d_total, step)
+        n, products = Wide(x, step), Wide(x, step)  # for their scratch
+        for i, r in enumerate(rstd.reshape(-1, 1).split(step)):
+            d = d_ys.read(i)
+            normal = torch.mul(xs.read(i), r, out=n.scratch(i))
+            product = torch.mul(d, normal, out=products.scratch(i))
             if need_weight:
                 d_scale += product.sum(0)
             if d_xs is not None:
                 mean = (product.mean(-1) if scale is None else torch.mv(product, scale) / C).unsqueeze(-1)
-                out = d_xs.unfilled(at)
-                torch.sub(d if scale is None else torch.mul(d, scale, out=out), normal.mul_(mean), out=out).mul_(r[at])
-                d_xs.write(at, out if totals is None else out.add_(totals.read(at)))
+                out = d_xs.unfilled(i)
+                g = d if scale is None else torch.mul(d, scale, out=out)
+                torch.addcmul(g, normal, mean, value=-1, out=out).mul_(r)
+                d_xs.write(i, out if totals is None else out.add_(totals.read(i)))
     return d_x, d_scale.to(x.dtype if weight is None else weight.dtype)

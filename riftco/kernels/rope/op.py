@@ -24,14 +24,24 @@ turn = define(
     "(Tensor[] x, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool transpose) -> Tensor[]",
     fake=_fake,
     spec=f"{HERE}.spec:forward",
-    launchers={"cuda": f"{HERE}.cuda:forward", "mps": "riftco.metal.rope:forward", "xla": f"{HERE}.spec:forward"},
+    launchers={
+        "cpu": f"{HERE}.cpu:forward",
+        "cuda": f"{HERE}.cuda:forward",
+        "mps": "riftco.metal.rope:forward",
+        "xla": f"{HERE}.spec:forward",
+    },
 )
 turn_inplace = define(
     "rope_",
     "(Tensor(a!)[] x, Tensor cos, Tensor sin, Tensor? positions, bool interleaved) -> ()",
     fake=_fake_inplace,
     spec=f"{HERE}.spec:inplace",
-    launchers={"cuda": f"{HERE}.cuda:inplace", "mps": "riftco.metal.rope:inplace", "xla": f"{HERE}.spec:inplace"},
+    launchers={
+        "cpu": f"{HERE}.cpu:inplace",
+        "cuda": f"{HERE}.cuda:inplace",
+        "mps": "riftco.metal.rope:inplace",
+        "xla": f"{HERE}.spec:inplace",
+    },
 )
 
 

@@ -13,14 +13,19 @@ def forward(
     (2 i, 2 i + 1) if interleaved. `transpose` applies the transposed rotation, which is the gradient's. A position
     outside the tables gives NaN.
     """
+    c, s = angles(x[0].shape[-3], cos, sin, positions, transpose)
+    return [_turn(t, c, s, interleaved) for t in x]
+
+
+def angles(T: int, cos: Tensor, sin: Tensor, positions: Tensor | None, transpose: bool) -> tuple[Tensor, Tensor]:
+    """cos and sin of each token [..., T, 1, R / 2], as `forward` turns by them."""
     if positions is None:
-        T = x[0].shape[-3]
         c, s = cos[:T], sin[:T]
     else:
         inside = (positions >= 0) & (positions < cos.shape[0])
         index = positions.where(inside, 0).long()
         c, s = (torch.where(inside.unsqueeze(-1), table[index], torch.nan) for table in (cos, sin))
-    return [_turn(t, c.unsqueeze(-2), -s.unsqueeze(-2) if transpose else s.unsqueeze(-2), interleaved) for t in x]
+    return c.unsqueeze(-2), -s.unsqueeze(-2) if transpose else s.unsqueeze(-2)
 
 
 def inplace(x: list[Tensor], cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool) -> None:
