@@ -10,7 +10,7 @@ from .quantize import quantize_nf4
 from .weight import NF4Weight
 
 GRADS = ("x", "bias")
-ROUNDINGS = {"y": 1, "d_x": 2}  # W, to x's dtype; for d_x of few rows the table's values before, too
+ROUNDINGS = {"y": 1, "d_x": 1}  # W, to x's dtype
 CASES = (
     Case("one row, one output", dict(M=1, N=1, K=64)),
     Case("blocks across rows", dict(M=5, N=7, K=37), dict(bias=True)),

@@ -121,9 +121,9 @@ def _backward(
         d_y = tl.load(line_ptr[:, None] + n[None, :] * stride_n, mask=(m < M)[:, None] & (n < stop)[None, :], other=0.0)
         codes = tl.load(codes_ptr + n[:, None] * half + byte[None, :], mask=(n < stop)[:, None], other=ZEROS)
         scale = tl.load(absmax_ptr + n * blocks + tile * BK // BLOCK_SIZE, mask=n < stop, other=0.0)
-        high, low = lookup.halves(codes, like)
-        even += dot(d_y, (high.to(tl.float32) * scale[:, None]).to(like))
-        odd += dot(d_y, (low.to(tl.float32) * scale[:, None]).to(like))
+        high, low = lookup.floats(codes)  # exact: of 16-bit values the product would be rounded twice
+        even += dot(d_y, (high * scale[:, None]).to(like))
+        odd += dot(d_y, (low * scale[:, None]).to(like))
     k = tile * BK + tl.arange(0, BK)
     tl.store(d_x_ptr + (s * M + m)[:, None] * K + k[None, :], tl.interleave(even, odd), mask=(m < M)[:, None])
 
