@@ -25,11 +25,9 @@ def lies_once(t: Tensor) -> bool:
 
 def first_shared(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
     """Which two of these have a byte in common, if any do."""
-    if torch.compiler.is_compiling():
-        return None
     spans = []
     for i, t in enumerate(tensors):
-        if t.numel() and t.device.type != "meta" and not isinstance(t, FakeTensor):
+        if _has_memory(t):
             start = t.untyped_storage().data_ptr() + t.storage_offset() * t.element_size()
             reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride())) + 1
             spans.append((start, start + reach * t.element_size(), i))
@@ -44,8 +42,8 @@ def first_shared(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
 
 
 def share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether a byte of memory belongs to both. Under a tracer, whose tensors have no memory, False."""
-    if torch.compiler.is_compiling() or not a.numel() or not b.numel() or a.device.type == "meta":
+    """Whether a byte of memory belongs to both."""
+    if not (_has_memory(a) and _has_memory(b)):
         return False
     if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
         return False
@@ -59,6 +57,13 @@ def share_memory(a: Tensor, b: Tensor) -> bool:
         steps[1] = steps.get(1, 0) + t.element_size() - 1
     meet += b.element_size() - 1
     return _reaches(sorted((s, n) for s, n in steps.items() if n and s), meet)
+
+
+def _has_memory(t: Tensor) -> bool:
+    """Not of a tracer's tensors, nor of XLA's, which are values, nor of empty ones."""
+    if torch.compiler.is_compiling() or isinstance(t, FakeTensor):
+        return False
+    return t.numel() > 0 and t.device.type not in ("meta", "xla")
 
 
 def _reaches(steps: list[tuple[int, int]], total: int) -> bool:

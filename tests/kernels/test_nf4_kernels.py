@@ -241,7 +241,7 @@ def test_planted_bugs(file, old, new, case):
         ("dot(high, even) + dot(low, odd)", "dot(low, even) + dot(high, odd)", "few rows, parts"),
         ("tl.interleave(even, odd)", "tl.interleave(odd, even)", "few rows, long d_x"),
         ("n = s * part + start", "n = start", "few rows, long d_x"),
-        ("tile * BK // BLOCK_SIZE", "tile", "few rows, long d_x"),
+        ("n * blocks + tile * BK // BLOCK_SIZE", "n * 0", "few rows, long d_x"),
     ],
 )
 def test_planted_bugs_of_few_rows(old, new, case):
