@@ -98,8 +98,8 @@ def nf4_linear(x: Tensor, q: NF4Weight, bias: Tensor | None = None, *, impl: str
         product, above that into a scratch of at most 32 MiB), mps (Metal, inside the product), xla (plain torch,
         the weight whole for the call).
     Numerics: W is rounded once to x's dtype, as in bitsandbytes; for one row on cuda not at all. For up to 64 rows on
-        cuda in 16 bits the table's values are rounded instead, and absmax is applied to the sums in float32 (not for d_x).
-        float32 accumulation; deterministic.
+        cuda in 16 bits the table's values are rounded instead (not for d_x), and absmax scales the sums. float32
+        accumulation; deterministic.
     Source: Dettmers et al. 2023, "QLoRA", equations 5 and 6.
     """
     x, bias = autocast(x, bias)
