@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .._sinks import sink_gradient, to_sink
 from . import philox
 
 HIDDEN = -(2.0**100)  # a bias this low hides its key like -inf: lse could not tell such scores from their sum
@@ -135,25 +136,15 @@ def softmax_scale(q: Tensor, scale: float | None) -> float:
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
-def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """sinks [H]; lse, delta [.., H, T] -> d_sinks [H]: a sink takes exp(sink - lse) of a row and gives it nothing."""
-    return -_to_sink(sinks, lse, delta).sum(-1).reshape(-1, len(sinks)).sum(0).to(sinks.dtype)
-
-
 def row_bias_gradient(bias: Tensor, sinks: Tensor | None, lse: Tensor, delta: Tensor, d_lse: Tensor | None) -> Tensor:
     """Gradient of a bias [1 or B, 1 or H, 1 or T, 1]; lse, delta, d_lse [B, H, T].
 
     One number for all keys of a row moves nothing between them: what is left of it goes to the sink and to lse. A sum
     of the scores' gradients would find this as a small difference of large numbers, of which D is rounded.
     """
-    rows = torch.zeros_like(lse) if sinks is None else _to_sink(sinks, lse, delta)
+    rows = torch.zeros_like(lse) if sinks is None else to_sink(sinks, lse, delta)
     rows = rows if d_lse is None else rows + d_lse.masked_fill(lse == -torch.inf, 0.0)
     return rows.unsqueeze(-1).sum_to_size(bias.shape).to(bias.dtype)
-
-
-def _to_sink(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """[.., H, T]: delta times the share of a row that its sink takes; 0 where a row saw nothing at all."""
-    return torch.where(lse == -torch.inf, 0.0, (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp() * delta)
 
 
 def dout_exponent(

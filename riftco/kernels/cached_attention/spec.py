@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._sinks import sink_gradient
+
 BLOCK = 32  # values along D that share a scale in a q8_0 cache
 
 
@@ -179,9 +181,3 @@ def backward(
     if need_sinks and sinks is not None:
         d_sinks = sink_gradient(sinks, lse, delta.flatten(0, 1))
     return d_q, d_k, d_v, d_sinks
-
-
-def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """A sink has no value: its score's gradient is -P_sink delta, summed over the rows. lse, delta [H, T]."""
-    share = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp()
-    return -torch.where(lse == -torch.inf, 0.0, share * delta).sum(-1).to(sinks.dtype)
