@@ -26,8 +26,6 @@ def taken_apart(weight: Tensor | FrozenWeight) -> tuple[Tensor, Tensor | None, s
     """(packed bytes or the weight itself, absmax, kind, block size), as Problem has them."""
     if isinstance(weight, Tensor):
         return weight, None, DENSE, 0
-    if not is_frozen(weight):
-        refuse(f"weight must be a tensor, an NF4Weight or a GGUFWeight; got {type(weight).__name__}")
     tensors, (_, _, *block) = weight.operands()
     packed, *absmax = tensors
     return packed, absmax[0] if absmax else None, weight.kind, block[0] if block else 0
@@ -57,7 +55,7 @@ def check_kinds(x, weight, target, bias, row_weight, class_weight, topk) -> None
     if not floating(x) or x.dim() < 1:
         refuse(f"x must be floating [..., C]; got {given(x)}")
     if not is_frozen(weight) and not floating(weight):
-        refuse(f"weight must be floating [V, C] or a frozen weight; got {given(weight)}")
+        refuse(f"weight must be floating [V, C], an NF4Weight or a GGUFWeight; got {given(weight)}")
     if len(weight.shape) != 2 or weight.shape[1] != x.shape[-1]:
         refuse(f"weight must be [V, C] with x's C = {x.shape[-1]}; got {tuple(weight.shape)}")
     if not indices(target):
