@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._contract import autocast, define, needs_grad, once_differentiable
+from .._frozen_product import bias_gradient
 from .._frozen_weight import FrozenWeight
 from . import rescale as spec
 
@@ -58,7 +59,7 @@ class Rescaled(torch.autograd.Function):
         d_z, d_gain = bwd(d_y, d_y if z is None else z, gain, need_z, need_gain)
         d_bias = None
         if need_bias:
-            d_bias = d_y.reshape(-1, d_y.shape[-1]).sum(0, dtype=gain.dtype).to(ctx.bias_dtype)
+            d_bias = bias_gradient(d_y, ctx.bias_dtype)
         return d_z if need_z else None, d_gain if need_gain else None, d_bias
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._arguments import flags
 from .._contract import autocast, define, needs_grad, once_differentiable
+from .._frozen_product import bias_gradient
 from .._frozen_weight import FrozenWeight
 from . import spec
 from .base import dtypes, pack
@@ -116,12 +117,6 @@ def _pieces(flat: Tensor, lora_a: list[Tensor], lora_b: list[Tensor], need_a: li
     grads_a = pieces[: len(lora_a)] if any(need_a) else missing
     grads_b = pieces[-len(lora_b) :] if any(need_b) else missing
     return [p if n else None for p, n in zip((*grads_a, *grads_b), (*need_a, *need_b))]
-
-
-def bias_gradient(d_y: Tensor, dtype: torch.dtype) -> Tensor:
-    acc = torch.promote_types(d_y.dtype, torch.float32)
-    batch = d_y.unsqueeze(0)  # summed over no dimension at all, a single vector would give a scalar
-    return batch.sum(tuple(range(batch.dim() - 1)), dtype=acc).to(dtype)
 
 
 def lora_linear_group(
