@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import metal, tpu
-from ._arguments import floating
+from ._arguments import FLOATING, floating
 
 KEYS = {"cpu": "CPU", "cuda": "CUDA", "mps": "MPS", "xla": "XLA"}
 IMPLS = {"spec": None, "triton": "cuda", "metal": "mps"}  # RIFTCO_IMPL value -> the device whose launchers it names
@@ -230,7 +230,14 @@ def explain(device: str | None = None, dtype: torch.dtype = torch.float32) -> li
     Returns:
         Rows with keys op, device, implementation, why. Where a device's launcher picks among kernels by shape, a row
         follows for each of some common shapes: the kernels that this machine's GPU would run, and why.
+
+    Raises:
+        ValueError: a device type or a dtype that no op has.
     """
+    if device is not None and device not in KEYS:
+        raise ValueError(f"explain: device must be one of {', '.join(KEYS)}, or None; got {device!r}")
+    if dtype not in FLOATING:
+        raise ValueError(f"explain: dtype must be float16, bfloat16, float32 or float64; got {dtype!r}")
     importlib.import_module("riftco.functional")  # defines every op
     rows = []
     for name in sorted(TABLE):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import riftco.functional as F
+from riftco import explain
 from riftco.kernels._arguments import FLOATING, floating, given, number, whole
 from riftco.kernels._overlap import first_shared, lies_once, share_memory
 from riftco.nn import NF4Linear
@@ -278,6 +279,20 @@ def test_rope_scalings_are_numbers():
     for bad in ("8", True, math.nan, -1.0):
         with pytest.raises((TypeError, ValueError), match="rope_tables: factor must be"):
             F.rope_tables(8, 16, scaling={"rope_type": "linear", "factor": bad})
+
+
+def test_explain():
+    for bad in ("gpu", "cuda:0", 0):
+        with pytest.raises(ValueError, match="explain: device must be one of cpu, cuda, mps, xla, or None; got"):
+            explain(bad)
+    for dtype in (torch.int8, torch.float8_e4m3fn, "float32"):
+        with pytest.raises(ValueError, match="explain: dtype must be float16, bfloat16, float32 or float64; got"):
+            explain("cpu", dtype)
+    paths = {row["op"]: row["implementation"] for row in explain("cpu")}
+    assert paths["rope"] == "riftco.kernels.rope.cpu:forward" and paths["rope_"] == "riftco.kernels.rope.cpu:inplace"
+    assert {row["implementation"] for row in explain("cpu", torch.float64) if row["op"] == "rope"} == {
+        "riftco.kernels.rope.spec:forward"
+    }
 
 
 def test_modules_name_the_layer_s_arguments():
