@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
 
 def lies_once(t: Tensor) -> bool:
@@ -60,8 +59,8 @@ def share_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _has_memory(t: Tensor) -> bool:
-    """Not of a tracer's tensors, nor of XLA's, which are values, nor of empty ones."""
-    if torch.compiler.is_compiling() or isinstance(t, FakeTensor):
+    """Not of a tracer's tensors and other kinds of their own, nor of XLA's, which are values, nor of empty ones."""
+    if torch.compiler.is_compiling() or type(t) not in (Tensor, torch.nn.Parameter):
         return False
     return t.numel() > 0 and t.device.type not in ("meta", "xla")
 
