@@ -293,7 +293,7 @@ def test_rows_of_the_buffer_may_lie_apart(device, name, monkeypatch):
     case = dataclasses.replace(case, options={k: v << 1 if k == "slice_bytes" else v for k, v in case.options.items()})
     with device.use():
         p = slices.Problem(*problem(*make(3, C=8, V=case.shape["V"])))
-        made = head.Head(p, None)
+        made = head.Head(p)
         made.reserve(2)
     assert made.width % head.LINE == 0 and made.buffer.stride() == (made.width, 1) and made.buffer.shape[1] == p.V
     for dtype in (torch.float32, torch.bfloat16):
