@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import nn
-from .plan import PREFIX, RECORD, Plan, Record, plan_adapter
+from .plan import EMBEDDING, PREFIX, RECORD, Plan, Record, plan_adapter
 from .spec import LoraSpec
 
 
@@ -61,7 +61,7 @@ def apply_lora(model: torch.nn.Module, spec: LoraSpec, *, seed: int | None = Non
             torch.manual_seed(seed)
         for name, layer in plan.layers.items():
             options: dict = dict(dropout=spec.dropout, use_rslora=spec.use_rslora, use_dora=spec.use_dora)
-            kind = nn.LoRAEmbedding if isinstance(layer, torch.nn.Embedding) else nn.LoRALinear
+            kind = nn.LoRAEmbedding if isinstance(layer, EMBEDDING) else nn.LoRALinear
             _replace(model, name, kind(layer, spec.rank_of(name), spec.alpha_of(name), **options))  # type: ignore[arg-type]
     _share(model, plan)
     trained, copies = _train_in_place(model, plan, spec)
@@ -77,12 +77,10 @@ def _replace(model: torch.nn.Module, name: str, layer: torch.nn.Module) -> None:
 def _share(model: torch.nn.Module, plan: Plan) -> None:
     """Trained rows, and heads that follow their embedding."""
     for name, ids in plan.tokens.items():
-        embedding = model.get_submodule(name)
-        assert isinstance(embedding, torch.nn.Embedding)
-        _replace(model, name, nn.TrainableTokens(embedding, list(ids)))
+        _replace(model, name, nn.TrainableTokens(model.get_submodule(name), list(ids)))
     for head, owner in (plan.tied_lora | plan.tied_tokens).items():
         base, embedding = model.get_submodule(head), model.get_submodule(owner)
-        assert isinstance(base, torch.nn.Linear)
+        assert isinstance(base, (torch.nn.Linear, nn.GGUFLinear))
         if isinstance(embedding, nn.LoRAEmbedding):
             _replace(model, head, nn.TiedLoRALinear(base, embedding))
         else:

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -15,7 +16,7 @@ from torch import Tensor
 from .. import nn
 from .lora import adapter_parameters, apply_lora, tied_copies
 from .peft_config import CONFIG, peft_config, read_spec
-from .plan import PREFIX, Plan, plan_adapter
+from .plan import EMBEDDING, PREFIX, Plan, plan_adapter
 from .spec import AdapterError, LoraSpec
 
 WEIGHTS = "adapter_model.safetensors"
@@ -94,11 +95,11 @@ def _without_bases(model: torch.nn.Module, state: Mapping[str, Tensor], source: 
     for key in [k for k in state if k.startswith(PREFIX) and k.endswith(BASE)]:
         name = key.removeprefix(PREFIX).removesuffix(BASE)
         try:
-            own = getattr(model.get_submodule(name), "base_layer", model.get_submodule(name)).weight
+            own: Any = getattr(model.get_submodule(name), "base_layer", model.get_submodule(name)).weight
         except AttributeError:
             continue  # no such module: left for the check of names
         if not isinstance(own, Tensor):
-            continue
+            own = own.decoded(0, own.shape[0], torch.float32)
         stored = kept.pop(key)
         coarse = min(own.dtype, stored.dtype, key=lambda d: d.itemsize)
         if stored.shape != own.shape or not torch.equal(stored.to(coarse), own.detach().to("cpu", coarse)):
@@ -143,7 +144,7 @@ def _shapes(model: torch.nn.Module, plan: Plan, spec: LoraSpec) -> dict[str, tup
     shapes: dict[str, tuple[int, ...]] = {}
     for name, layer in plan.layers.items():
         rank = spec.rank_of(name)
-        if isinstance(layer, torch.nn.Embedding):
+        if isinstance(layer, EMBEDDING):
             V, C = layer.weight.shape
             shapes |= {f"{name}.lora_embedding_A": (rank, V), f"{name}.lora_embedding_B": (C, rank)}
             length = C
@@ -168,5 +169,5 @@ def _shapes(model: torch.nn.Module, plan: Plan, spec: LoraSpec) -> dict[str, tup
     return {f"{PREFIX}{name}": shape for name, shape in shapes.items()}
 
 
-def _weight(model: torch.nn.Module, name: str) -> Tensor:
-    return model.get_parameter(f"{name}.weight")
+def _weight(model: torch.nn.Module, name: str) -> Any:
+    return model.get_submodule(name).weight

@@ -12,6 +12,7 @@ from .spec import AdapterError, LoraSpec
 
 PREFIX = "base_model.model."  # of PEFT's keys
 LINEAR = (torch.nn.Linear, nn.NF4Linear, nn.GGUFLinear)
+EMBEDDING = (torch.nn.Embedding, nn.GGUFEmbedding)
 CARRIERS = (nn.LoRALinear, nn.LoRAEmbedding, nn.TiedLoRALinear, nn.TrainableTokens, nn.TokensHead)
 Carrier = nn.LoRALinear | nn.LoRAEmbedding | nn.TiedLoRALinear | nn.TrainableTokens | nn.TokensHead
 RECORD = "adapter_record"  # where a model keeps its Record
@@ -84,9 +85,9 @@ def shared_where_tied(model: torch.nn.Module, spec: LoraSpec) -> LoraSpec:
 
 def tied_pair(modules: Mapping[str, torch.nn.Module]) -> tuple[str | None, str | None]:
     """The embedding and the linear layer that share one weight, by name."""
-    embeddings = {id(m.weight): n for n, m in modules.items() if isinstance(m, torch.nn.Embedding)}
+    embeddings = {id(m.weight): n for n, m in modules.items() if isinstance(m, EMBEDDING)}
     for name, module in modules.items():
-        if isinstance(module, torch.nn.Linear) and id(module.weight) in embeddings:
+        if isinstance(module, (torch.nn.Linear, nn.GGUFLinear)) and id(module.weight) in embeddings:
             return embeddings[id(module.weight)], name
     return None, None
 
@@ -101,13 +102,13 @@ def _layers(modules: Mapping[str, torch.nn.Module], spec: LoraSpec) -> dict[str,
         }
     found = {n: m for n, m in modules.items() if spec.targets(n)}
     for name, module in found.items():
-        bare = not isinstance(module, (*LINEAR, torch.nn.Embedding))
+        bare = not isinstance(module, (*LINEAR, *EMBEDDING))
         if bare and any(True for _ in module.parameters(recurse=False)):
             raise AdapterError(
                 f"target_modules names {name}, a {type(module).__name__}, which cannot carry a LoRA; accepted: linear "
                 "layers and embeddings (train others whole with modules_to_save)"
             )
-    return {n: m for n, m in found.items() if isinstance(m, (*LINEAR, torch.nn.Embedding))}
+    return {n: m for n, m in found.items() if isinstance(m, (*LINEAR, *EMBEDDING))}
 
 
 def _plan_saved(plan: Plan, modules, spec: LoraSpec, embedding: str | None, head: str | None) -> None:
@@ -117,7 +118,7 @@ def _plan_saved(plan: Plan, modules, spec: LoraSpec, embedding: str | None, head
     plan.saved = [n for n in modules if n and any(n.endswith(e) for e in spec.modules_to_save)]
     for name in plan.saved:
         for path, module in modules[name].named_modules():
-            if isinstance(module, (nn.NF4Linear, nn.GGUFLinear)):
+            if isinstance(module, (nn.NF4Linear, nn.GGUFLinear, nn.GGUFEmbedding)):
                 whole = f"{name}.{path}" if path else name
                 raise AdapterError(
                     f"modules_to_save names {whole}, whose weights are quantised and cannot be trained; load the base "
@@ -135,7 +136,7 @@ def _plan_tokens(plan: Plan, modules, spec: LoraSpec, embedding: str | None, hea
     tokens = spec.trainable_token_indices
     if not tokens:
         return
-    found = [n for n, m in modules.items() if isinstance(m, torch.nn.Embedding)]
+    found = [n for n, m in modules.items() if isinstance(m, EMBEDDING)]
     wanted: dict[str, tuple[int, ...]] = {}
     if isinstance(tokens, Mapping):
         for ending, ids in tokens.items():

@@ -5,7 +5,21 @@ from __future__ import annotations
 import typer
 
 from .. import __version__
-from . import chat, data, doctor, evaluate, explain, finetune, generate, memory, quickstart, train_tiny
+from . import (
+    chat,
+    data,
+    doctor,
+    evaluate,
+    explain,
+    export,
+    finetune,
+    generate,
+    memory,
+    merge,
+    quantize,
+    quickstart,
+    train_tiny,
+)
 
 app = typer.Typer(
     name="riftco",
@@ -35,6 +49,9 @@ app.command("train-tiny")(train_tiny.train_tiny)
 app.command("evaluate")(evaluate.evaluate)
 app.command("chat")(chat.chat)
 app.command("generate")(generate.generate)
+app.command("merge")(merge.merge)
+app.command("export")(export.export)
+app.command("quantize")(quantize.quantize)
 app.command("memory")(memory.memory)
 app.command("explain")(explain.explain)
 app.command("doctor")(doctor.doctor)

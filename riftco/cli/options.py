@@ -8,6 +8,12 @@ import typer
 
 Model = Annotated[str, typer.Option("--model", help="A .gguf file, or a Hugging Face folder.")]
 Adapter = Annotated[str | None, typer.Option("--adapter", help="A PEFT adapter folder to put on the model.")]
+NamedAdapter = Annotated[str, typer.Option("--adapter", help="A PEFT adapter folder.")]
+Output = Annotated[str, typer.Option("--output", help="What to write: a new file or folder.")]
+Dtype = Annotated[
+    str, typer.Option("--dtype", help="Of what is written: fp32, bf16, fp16; auto: as the model is stored.")
+]
+WithTokenizer = Annotated[bool, typer.Option(help="Write the tokenizer, too.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:N or mps.")]
 Weights = Annotated[
     str,

@@ -9,6 +9,7 @@ from .installed import smollm2_path
 from .kv_cache import KVCache
 from .load import load_model, load_tokenizer
 from .save import save_hf
+from .save_gguf import save_gguf
 from .tokenizer import Text, Tokenizer
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "generate_tokens",
     "load_model",
     "load_tokenizer",
+    "save_gguf",
     "save_hf",
     "smollm2_path",
 ]

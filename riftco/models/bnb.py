@@ -49,3 +49,17 @@ def read(
     except (RuntimeError, ValueError, KeyError) as why:
         raise ModelError(f"tensor {path}.weight: {' '.join(str(why).split())}") from why
     return made
+
+
+def config_of(layers: list[NF4Linear], compute_dtype: str) -> dict[str, Any]:
+    """config.json's quantization_config for these layers, as transformers writes it."""
+    return {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": any(layer.weight.nested is not None for layer in layers),
+        "bnb_4bit_compute_dtype": compute_dtype,
+        "bnb_4bit_quant_storage": "uint8",
+        "llm_int8_skip_modules": ["lm_head"],
+    }

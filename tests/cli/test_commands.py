@@ -8,6 +8,7 @@ from cli.conftest import METADATA, VOCABULARY
 from tiny_models import hf_model, write_gguf
 
 COMMANDS = ("quickstart", "finetune", "train-tiny", "evaluate", "generate", "explain", "memory", "doctor", "data")
+COMMANDS += ("quantize", "merge", "export")
 
 
 def test_every_command_explains_itself(riftco):

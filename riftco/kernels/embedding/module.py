@@ -6,6 +6,7 @@ V rows, C values, R rank, n trained rows.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,18 +32,18 @@ class Embedding(nn.Embedding):
 
 
 class _OverEmbedding(nn.Module):
-    """What adapters on an embedding share: the frozen base, and its size as the model asks for it."""
+    """What adapters on an embedding share: the frozen base, dense or packed, and its size as the model asks for it."""
 
-    base_layer: nn.Embedding
+    base_layer: Any  # an nn.Embedding, or what looks rows up in a frozen weight of a format of its own
 
-    def __init__(self, base: nn.Embedding):
+    def __init__(self, base: nn.Module):
         super().__init__()
-        if base.max_norm is not None or base.sparse:
+        if getattr(base, "max_norm", None) is not None or getattr(base, "sparse", False):
             raise ValueError(f"{type(self).__name__}: an embedding with max_norm or sparse=True cannot be adapted")
         self.base_layer = base.requires_grad_(False)
 
     @property
-    def weight(self) -> Tensor:
+    def weight(self) -> Any:
         """The frozen base's."""
         return self.base_layer.weight
 
@@ -53,6 +54,11 @@ class _OverEmbedding(nn.Module):
     @property
     def embedding_dim(self) -> int:
         return self.base_layer.embedding_dim
+
+    def _trained(self, ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+        """Rows of a trained weight, by the base's rules for gradients."""
+        by_frequency = getattr(self.base_layer, "scale_grad_by_freq", False)
+        return embedding(ids, weight, padding_idx, scale_grad_by_freq=by_frequency)
 
     def _scaled(self, rows: Tensor) -> Tensor:
         """Some families multiply what they look up; the adapter's part is multiplied with it."""
@@ -76,7 +82,7 @@ class LoRAEmbedding(_OverEmbedding):
 
     def __init__(
         self,
-        base: nn.Embedding,
+        base: nn.Module,
         rank: int,
         alpha: float,
         dropout: float = 0.0,
@@ -88,8 +94,8 @@ class LoRAEmbedding(_OverEmbedding):
         super().__init__(base)
         self.rank, self.alpha, self.dropout = rank, alpha, dropout
         self.use_rslora, self.use_dora = use_rslora, use_dora
-        V, C = base.weight.shape
-        like: dict = dict(device=base.weight.device, dtype=dtype)
+        V, C = self.weight.shape
+        like: dict = dict(device=self.weight.device, dtype=dtype)
         self.lora_embedding_A = nn.Parameter(torch.empty(rank, V, **like))
         self.lora_embedding_B = nn.Parameter(torch.empty(C, rank, **like))
         self.register_parameter("lora_magnitude_vector", nn.Parameter(torch.empty(C, **like)) if use_dora else None)
@@ -110,24 +116,21 @@ class LoRAEmbedding(_OverEmbedding):
     def weight_norm(self) -> Tensor:
         """||W + scale * A^T B^T|| of each column [C], in float32 (float64 in float64): a few rows of W at a time."""
         A, B, W = self.lora_embedding_A, self.lora_embedding_B, self.base_layer.weight
-        acc = torch.promote_types(torch.promote_types(A.dtype, W.dtype), torch.float32)
+        dense = isinstance(W, Tensor)
+        acc = torch.promote_types(torch.promote_types(A.dtype, W.dtype if dense else A.dtype), torch.float32)
         V, C = W.shape
-        total = W.new_zeros(C, dtype=acc)
+        total = A.new_zeros(C, dtype=acc)
         step = max(1, CHUNK_BYTES // (max(C, 1) * acc.itemsize))
         for lo in range(0, V, step):
-            rows = torch.addmm(
-                W[lo : lo + step].to(acc), A[:, lo : lo + step].t().to(acc), B.t().to(acc), alpha=self.scale
-            )
-            total += rows.square().sum(0)
+            base = W[lo : lo + step].to(acc) if dense else W.decoded(lo, min(lo + step, V), acc)
+            inner = A[:, lo : lo + step].t().to(acc)
+            total += torch.addmm(base, inner, B.t().to(acc), alpha=self.scale).square().sum(0)
         return total.sqrt()
 
     def forward(self, input: Tensor) -> Tensor:
-        base = self.base_layer
-        inner = embedding(
-            input, self.lora_embedding_A.t(), base.padding_idx, scale_grad_by_freq=base.scale_grad_by_freq
-        )
+        inner = self._trained(input, self.lora_embedding_A.t(), getattr(self.base_layer, "padding_idx", None))
         delta = self._scaled(F.linear(inner, self.lora_embedding_B) * self.scale)
-        y = base(input)
+        y = self.base_layer(input)
         if self.lora_magnitude_vector is None:
             return (y + delta).to(y.dtype)
         return ((self.lora_magnitude_vector / self.weight_norm()) * (y + delta)).to(y.dtype)
@@ -150,35 +153,33 @@ class TrainableTokens(_OverEmbedding):
     row_of: Tensor
     ids: Tensor
 
-    def __init__(self, base: nn.Embedding, token_indices: list[int], *, dtype: torch.dtype = torch.float32):
+    def __init__(self, base: nn.Module, token_indices: list[int], *, dtype: torch.dtype = torch.float32):
         super().__init__(base)
-        V = base.num_embeddings
+        V = self.num_embeddings
         if not token_indices or len(set(token_indices)) != len(token_indices):
             raise ValueError(f"TrainableTokens: token_indices must be distinct and not empty; got {token_indices}")
         if bad := [i for i in token_indices if not 0 <= i < V]:
             raise ValueError(f"TrainableTokens: token_indices must be in [0, {V}); got {bad[0]}")
         self.token_indices = list(token_indices)
-        device = base.weight.device
+        device = self.weight.device
         ids = torch.tensor(self.token_indices, device="cpu")
         row_of = torch.full((V,), -1, dtype=torch.int64, device="cpu")
         row_of[ids] = torch.arange(len(ids), device="cpu")
         self.register_buffer("row_of", row_of.to(device), persistent=False)
         self.register_buffer("ids", ids.to(device), persistent=False)
-        own = (
-            base.weight.detach()[self.ids]
-            if device.type != "meta"
-            else base.weight.new_empty(len(ids), base.embedding_dim)
-        )
-        self.trainable_tokens_delta = nn.Parameter(own.to(dtype))
+        self.trainable_tokens_delta = nn.Parameter(self.frozen_rows().to(dtype))
+
+    def frozen_rows(self) -> Tensor:
+        """The base's rows of the same tokens [n, C]."""
+        weight = self.weight
+        return weight.detach().index_select(0, self.ids) if isinstance(weight, Tensor) else self.base_layer(self.ids)
 
     def forward(self, input: Tensor) -> Tensor:
-        base, padding = self.base_layer, None
-        if base.padding_idx is not None and base.padding_idx in self.token_indices:
-            padding = self.token_indices.index(base.padding_idx)
-        y, own = base(input), self.row_of[input]
-        rows = embedding(
-            own.clamp(min=0), self.trainable_tokens_delta, padding, scale_grad_by_freq=base.scale_grad_by_freq
-        )
+        padding = getattr(self.base_layer, "padding_idx", None)
+        if padding is not None:
+            padding = self.token_indices.index(padding) if padding in self.token_indices else None
+        y, own = self.base_layer(input), self.row_of[input]
+        rows = self._trained(own.clamp(min=0), self.trainable_tokens_delta, padding)
         return torch.where((own >= 0).unsqueeze(-1), self._scaled(rows).to(y.dtype), y)
 
     def extra_repr(self) -> str:
@@ -191,9 +192,9 @@ class TokensHead(nn.Module):
     The rows belong to the embedding, which gets both gradients. `base` is the frozen head over the shared weight.
     """
 
-    base_layer: nn.Linear
+    base_layer: Any
 
-    def __init__(self, base: nn.Linear, tokens: TrainableTokens):
+    def __init__(self, base: nn.Module, tokens: TrainableTokens):
         super().__init__()
         self.base_layer = base.requires_grad_(False)
         self._owner = (tokens,)  # in a tuple: no submodule, so that the rows are counted and saved once
@@ -203,7 +204,7 @@ class TokensHead(nn.Module):
         return self._owner[0]
 
     @property
-    def weight(self) -> Tensor:
+    def weight(self) -> Any:
         return self.base_layer.weight
 
     @property
@@ -216,11 +217,11 @@ class TokensHead(nn.Module):
 
     def adapter(self) -> tuple[Tensor, Tensor, float]:
         """The same head as a LoRA (A [n, C], B [V, n], scale): what a sliced loss takes."""
-        tokens, W = self.tokens, self.base_layer.weight
-        acc = torch.promote_types(W.dtype, torch.float32)
-        difference = tokens.trainable_tokens_delta.to(acc) - W[tokens.ids].to(acc)
-        picks = W.new_zeros(W.shape[0], len(tokens.ids))
-        picks[tokens.ids, torch.arange(len(tokens.ids), device=W.device)] = 1
+        tokens, frozen = self.tokens, self.tokens.frozen_rows()
+        acc = torch.promote_types(frozen.dtype, torch.float32)
+        difference = tokens.trainable_tokens_delta.to(acc) - frozen.to(acc)
+        picks = frozen.new_zeros(self.out_features, len(tokens.ids))
+        picks[tokens.ids, torch.arange(len(tokens.ids), device=picks.device)] = 1
         return difference, picks, 1.0
 
     def forward(self, x: Tensor) -> Tensor:

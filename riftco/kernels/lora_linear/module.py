@@ -110,7 +110,9 @@ class TiedLoRALinear(nn.Module):
     gradients. `base` is the frozen head over the shared weight.
     """
 
-    def __init__(self, base: nn.Linear, embedding: LoRAEmbedding):
+    base_layer: nn.Linear | GGUFLinear
+
+    def __init__(self, base: nn.Linear | GGUFLinear, embedding: LoRAEmbedding):
         super().__init__()
         if embedding.use_dora:
             raise ValueError("TiedLoRALinear: a DoRA cannot be shared: rows and columns have magnitudes of their own")

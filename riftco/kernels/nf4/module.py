@@ -68,6 +68,20 @@ class NF4Linear(nn.Module):
         made.bias = layer.bias
         return made.train(layer.training)
 
+    def to_bnb(self) -> nn.Linear:
+        """The same layer as a bitsandbytes.nn.Linear4bit: its codes and scales, not requantised; the bias is shared."""
+        import bitsandbytes as bnb
+
+        like: dict = dict(compute_dtype=self.weight.dtype, compress_statistics=self.weight.nested is not None)
+        made = bnb.nn.Linear4bit(
+            self.in_features, self.out_features, bias=False, quant_type="nf4", device="meta", **like
+        )
+        made.weight = bnb.nn.Params4bit.from_prequantized(
+            self.weight.codes, self.weight.state(), device=self.weight.device, module=made
+        )
+        made.register_parameter("bias", self.bias)  # type: ignore[arg-type]
+        return made.train(self.training)
+
     def forward(self, x: Tensor) -> Tensor:
         return nf4_linear(x, self.weight, self.bias)
 
