@@ -1,0 +1,236 @@
+"""Learning beside serving: what neighbours notice, what a learn takes, and that the loss falls. One run, off and on.
+
+`python bench/learn_live.py --size 1b --method nf4 --slots 8 --prompt 2048 --reply 256`. Neighbours decode all the time;
+one more slot serves the same turn again and again, and in every second period learns its reply. Before anything is
+timed the neighbours' rows are compared, byte for byte, before and after a learn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..adapters import LoraSpec
+from ..models import Decoder, DecoderConfig
+from ..nn import NF4Linear
+from ..serve import Batch, Engine, Request, Scheduler, Teach, Ticket
+from ..train.chunked import adjoint_bytes
+from .e2e import SIZES, _block_linears, _random_model, _replace
+from .machine import machine_columns
+
+COLUMNS = (
+    "size", "layers", "method", "cache", "slots", "prompt", "reply", "learning", "tokens", "tokens_s", "p50_ms",
+    "p95_ms", "p99_9_ms", "longest_ms", "learns", "first_loss", "last_loss", "learn_ms", "plain_ms", "adjoint_mib",
+    "learn_peak_mib", "reserved_gib", "device", "machine", "date", "commit", "torch", "triton", "threads",
+)  # fmt: skip
+RANK, LR, SEED = 16, 1e-3, 0
+
+
+@dataclass
+class Period:
+    """What neighbours saw while learning was off, or on."""
+
+    gaps: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    learn_ms: list[float] = field(default_factory=list)
+
+    def row(self) -> dict[str, Any]:
+        gaps = sorted(self.gaps)
+
+        def at(share: float) -> float:
+            return 1e3 * gaps[min(int(share * len(gaps)), len(gaps) - 1)]
+
+        return {
+            "tokens": len(gaps), "tokens_s": len(gaps) / self.seconds, "p50_ms": at(0.5), "p95_ms": at(0.95),
+            "p99_9_ms": at(0.999), "longest_ms": 1e3 * gaps[-1], "learns": len(self.losses),
+            "first_loss": self.losses[0] if self.losses else "", "last_loss": self.losses[-1] if self.losses else "",
+            "learn_ms": statistics.median(self.learn_ms) if self.learn_ms else "",
+        }  # fmt: skip
+
+
+def build(args: argparse.Namespace, device: str):
+    """An engine of random weights with an adapter that learns."""
+    shape = SIZES[args.size] | ({"num_hidden_layers": args.layers} if args.layers else {})
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    torch.manual_seed(SEED)
+    model = _random_model(lambda: Decoder(DecoderConfig.from_hf(shape)), dtype, device)
+    if args.method == "nf4":
+        for name in _block_linears(model):
+            _replace(model, name, NF4Linear.from_linear(model.get_submodule(name)))
+    window = args.prompt + args.reply + args.tokens + 1
+    engine = Engine(
+        model, slots=args.slots, window=window, cache_dtype=args.cache, chunk=args.chunk, recompute=args.recompute
+    )
+    engine.create("live", LoraSpec(rank=RANK, alpha=2.0 * RANK), seed=SEED)
+    return engine
+
+
+class Live:
+    """A scheduler whose neighbours' tokens are timed, step by step."""
+
+    def __init__(self, engine, args: argparse.Namespace, clock: Callable[[], float] = time.perf_counter):
+        self.engine, self.args, self.clock = engine, args, clock
+        self.scheduler = Scheduler(engine)
+        self.generator = torch.Generator().manual_seed(SEED)
+        self.neighbours = [self._ask(i) for i in range(1, args.slots)]
+        self.taught: Ticket | None = None
+        self.prompt, self.reply = self._random(args.prompt), self._random(args.reply)
+        while any(not t.tokens for t in self.neighbours):  # prompts are read before anything is timed
+            self.scheduler.step()
+
+    def _random(self, n: int) -> list[int]:
+        return torch.randint(self.engine.model.config.vocab_size, (n,), generator=self.generator).tolist()
+
+    def _ask(self, slot: int):
+        return self.scheduler.submit(
+            Request(self._random(self.args.prompt), max_new_tokens=self.args.tokens, slot=slot)
+        )
+
+    def run(self, seconds: float, learning: bool, into: Period) -> None:
+        began = self.clock()
+        last = {id(t): (began, len(t.tokens)) for t in self.neighbours}
+        while self.clock() - began < seconds:
+            if self.taught is None or self.taught.finished is not None:  # the same turn, learned or not
+                self._note(into)
+                teach = Teach("live", LR, self.reply) if learning else None
+                self.taught = self.scheduler.submit(Request(self.prompt, max_new_tokens=4, slot=0, teach=teach))
+            self.scheduler.step()
+            now = self.clock()
+            for i, ticket in enumerate(self.neighbours):
+                then, count = last.get(id(ticket), (now, 0))
+                if len(ticket.tokens) > count:
+                    if count:
+                        into.gaps.append(now - then)
+                    last[id(ticket)] = now, len(ticket.tokens)
+                if ticket.finished is not None:
+                    self.neighbours[i] = self._ask(i + 1)
+        into.seconds += self.clock() - began
+        while self.taught is not None and self.taught.finished is None:
+            self.scheduler.step()
+        self._note(into)
+
+    def _note(self, into: Period) -> None:
+        if self.taught is not None and self.taught.finished is not None:
+            if self.taught.request.teach is not None:
+                outcome = self.taught.finished.learn
+                if outcome is None or outcome.loss_before is None:
+                    raise RuntimeError(f"a learn failed: {self.taught.finished}")
+                into.losses.append(outcome.loss_before)
+                into.learn_ms.append(outcome.ms)
+            self.taught = None
+
+
+def check(live: Live) -> None:
+    """The neighbours' rows are the same bytes before and after a learn."""
+    cache = live.engine.cache
+    before = [cache.snapshot(slot) for slot in range(1, live.args.slots)]
+    learn_once(live)
+    for slot, saved in enumerate(before, 1):
+        for (_, a), (_, b) in zip(saved.rows, cache.snapshot(slot).rows):
+            if not all(torch.equal(s, t) for s, t in zip(a, b)):
+                raise RuntimeError(f"a learn changed rows of slot {slot}")
+
+
+def learn_once(live: Live) -> None:
+    engine = live.engine
+    engine.cut(0, 0)
+    for start in range(0, len(live.prompt), engine.chunk):
+        engine.decode(Batch.of(0, start, live.prompt[start : start + engine.chunk], output="none"))
+    outcome = live.scheduler.learn(0, live.prompt, live.reply, "live", LR, dry_run=True)
+    if not outcome.success:
+        raise RuntimeError(f"a learn failed: {outcome.reason}")
+
+
+def plain_ms(live: Live, repeats: int = 3) -> float:
+    """A forward and backward of the reply alone, without a prefix: what a learn is measured against."""
+    engine, device = live.engine, live.engine.model.device
+    ids = torch.tensor([live.reply], device=device)
+    times = []
+    for _ in range(repeats):
+        _wait(device)
+        began = time.perf_counter()
+        with engine.bank.learning((), "live"):
+            engine.model.loss(ids[:, :-1], ids[:, 1:]).backward()
+        _wait(device)
+        times.append(1e3 * (time.perf_counter() - began))
+    for p in engine.bank.shadow("live").values():
+        p.grad = None
+    return statistics.median(times)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    device = "cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu"
+    engine = build(args, device)
+    live = Live(engine, args)
+    check(live)
+    common: dict[str, Any] = {
+        "size": args.size, "layers": engine.model.config.num_layers, "method": args.method, "cache": args.cache,
+        "device": device, "slots": args.slots, "prompt": args.prompt, "reply": args.reply,
+        "adjoint_mib": adjoint_bytes(engine.model, args.reply) / 2**20, "plain_ms": plain_ms(live),
+        "learn_peak_mib": "", "reserved_gib": "", **machine_columns(device),
+    }  # fmt: skip
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        learn_once(live)
+        common["learn_peak_mib"] = (torch.cuda.max_memory_allocated() - held) / 2**20
+        common["reserved_gib"] = held / 2**30
+    periods = {False: Period(), True: Period()}
+    live.run(args.seconds / 4, True, Period())  # warms both paths
+    for _ in range(args.periods):
+        for learning, period in periods.items():
+            live.run(args.seconds, learning, period)
+    return [{**common, "learning": "on" if on else "off", **period.row()} for on, period in periods.items()]
+
+
+def main(arguments: list[str] | None = None, folder: pathlib.Path | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--layers", type=int, default=0, help="fewer layers than the size has")
+    parser.add_argument("--method", choices=("dense", "nf4"), default="dense")
+    parser.add_argument("--cache", default="float16", help="float32, float16, bfloat16 or q8_0")
+    parser.add_argument("--slots", type=int, default=4, help="the first one learns, the others are the neighbours")
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--reply", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=128, help="of a neighbour's answer")
+    parser.add_argument("--chunk", type=int, default=512)
+    parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a period")
+    parser.add_argument("--periods", type=int, default=3, help="of each kind, taken in turns")
+    parser.add_argument("--device", default="auto")
+    args = parser.parse_args(arguments)
+    if args.slots < 2 or min(args.prompt, args.reply, args.tokens, args.periods) < 1:
+        parser.error("there are 2 slots or more, and sizes of 1 or more")
+    rows = measure(args)
+    for row in rows:
+        print("  ".join(f"{k} {row[k]:.4g}" if isinstance(row[k], float) else f"{k} {row[k]}" for k in COLUMNS[7:19]))
+    if folder is not None:
+        path = folder / f"{rows[0]['date'][:10]}-learn-live-{rows[0]['device']}.csv"
+        fresh = not path.exists()
+        with open(path, "a", newline="") as f:
+            writer = csv.DictWriter(f, COLUMNS, extrasaction="ignore")
+            if fresh:
+                writer.writeheader()
+            writer.writerows(rows)
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

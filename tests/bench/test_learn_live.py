@@ -1,0 +1,35 @@
+"""The bench of learning beside serving, at its smallest."""
+
+import csv
+
+import pytest
+
+from riftco.bench import learn_live
+
+
+def test_a_run_writes_off_and_on(tmp_path):
+    sizes = {"seconds": "0.2", "periods": "1", "slots": "3", "prompt": "20", "reply": "5", "tokens": "9", "chunk": "16"}
+    options = [part for name, value in sizes.items() for part in (f"--{name}", value)]
+    assert learn_live.main([*options, "--device", "cpu"], tmp_path) == 0
+    (file,) = tmp_path.iterdir()
+    with open(file) as f:
+        off, on = csv.DictReader(f)
+    assert (off["learning"], on["learning"], off["learns"]) == ("off", "on", "0")
+    assert int(on["learns"]) >= 1 and float(on["first_loss"]) == pytest.approx(6.24, abs=0.4)  # ln 512
+    for row in (off, on):
+        assert int(row["tokens"]) > 0 and float(row["p50_ms"]) <= float(row["p95_ms"]) <= float(row["longest_ms"])
+        assert row["commit"] and row["machine"]
+
+
+def test_a_learn_that_writes_a_neighbours_row_is_seen(monkeypatch):
+    args = ["--seconds", "0.1", "--slots", "2", "--prompt", "6", "--device", "cpu"]
+    real = learn_live.learn_once
+
+    def careless(live):
+        real(live)
+        cache, place = live.engine.cache.layer(0)
+        cache.layers[place].v[1, 2] += 1
+
+    monkeypatch.setattr(learn_live, "learn_once", careless)
+    with pytest.raises(RuntimeError, match="a learn changed rows of slot 1"):
+        learn_live.main(args)
