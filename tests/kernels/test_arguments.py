@@ -22,6 +22,7 @@ nf4 = F.quantize_nf4(rand(4, 32))
 table = F.rope_tables(4, 8)
 heads = dict(q=rand(1, 3, 2, 4), k=rand(1, 3, 2, 4), v=rand(1, 3, 2, 4))
 packed = dict(zip(("q", "k_new", "v_new"), (rand(2, 2, 4) for _ in range(3))))
+runs, cu = {name: rand(3, 2, 4) for name in "qkv"}, torch.tensor([0, 2, 3])
 loss = dict(ignore_index=-100, label_smoothing=0.1, z_loss=0.1, softcap=5.0, logit_scale=2.0, denominator=3.0)
 step = dict(lr=1e-3, eps=1e-8, weight_decay=0.1, gradient_clip=1.0)
 CALLS = {  # function -> arguments that it takes, all of them; a number, a flag and a tensor are each spoilt in turn
@@ -72,11 +73,54 @@ CALLS = {  # function -> arguments that it takes, all of them; a number, a flag 
         softcap=5.0, sinks=rand(2), max_seqlen_q=1, return_lse=False,
     ),
     F.Cache.allocate: dict(n_layers=1, slots=2, window=4, K=2, D=4, page_size=2, n_pages=4),
+    F.scaled_dot_product_attention: dict(
+        query=rand(1, 2, 3, 4), key=rand(1, 2, 3, 4), value=rand(1, 2, 3, 4), attn_mask=rand(3, 3), dropout_p=0.1,
+        is_causal=False, scale=0.5, enable_gqa=False,
+    ),
+    F.flash_attn_func: dict(
+        **heads, dropout_p=0.1, softmax_scale=0.5, causal=False, softcap=5.0, alibi_slopes=rand(2),
+        learnable_sink=rand(2),
+    ),
+    F.flash_attn_varlen_func: dict(
+        **runs, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=None, max_seqlen_k=None, dropout_p=0.1,
+        softmax_scale=0.5, causal=False, softcap=5.0,
+    ),
+    F.varlen_attn: dict(
+        query=runs["q"], key=runs["k"], value=runs["v"], cu_seq_q=cu, cu_seq_k=cu, max_q=None, max_k=2, scale=0.5,
+        enable_gqa=False, seqused_k=torch.tensor([2, 1]),
+    ),
+    F.flash_attn_with_kvcache: dict(
+        q=heads["q"], k_cache=rand(1, 8, 2, 4), v_cache=rand(1, 8, 2, 4), k=heads["k"], v=heads["v"],
+        cache_seqlens=torch.tensor([2]), cache_batch_idx=torch.tensor([0]), softmax_scale=0.5, causal=True,
+        softcap=5.0, rotary_cos=table[0][:, :1], rotary_sin=table[1][:, :1], rotary_interleaved=False,
+    ),
+    F.torch_cross_entropy: dict(input=rand(3, 5), target=ids, weight=rand(5), ignore_index=-100, label_smoothing=0.1),
+    F.torch_linear_cross_entropy: dict(
+        input=rand(3, 4), linear_weight=rand(5, 4), target=ids, linear_bias=rand(5), weight=rand(5), ignore_index=-100,
+        label_smoothing=0.1,
+    ),
+    F.liger_fused_linear_cross_entropy: dict(
+        input=rand(3, 4), weight=rand(5, 4), target=ids, bias=rand(5), ce_weight=rand(5), ignore_index=-100,
+        lse_square_scale=0.1, label_smoothing=0.1, softcap=5.0, return_z_loss=True, use_token_scaling=True,
+        return_token_accuracy=True, return_predicted_tokens=True,
+    ),
+    F.lora_linear_group: dict(
+        x=rand(3, 4), weights=[rand(5, 4)], lora_a=[rand(2, 4)], lora_b=[rand(5, 2)], scales=[2.0], biases=[rand(5)],
+        dropout_p=0.5, training=False, rows=torch.tensor([0, 2]),
+    ),
     F.adam_step: dict(
         params=[rand(3)], grads=[rand(3)], exp_avgs=[rand(3)], exp_avg_sqs=[rand(3).abs()], steps=[torch.zeros(())],
         **step, decoupled=True,
     ),
     Adam: dict(params=(rand(3),), **step, decoupled=True, state="paged", page_size=4096, device_bytes=1 << 20),
+}  # fmt: skip
+SAID = {  # by the function that a twin leads to
+    "e": ("x must",), "c": ("weight",), "targets": ("target",), "input": ("ids", "x must"), "params": ("param",),
+    "query": ("q, k, v",), "key": ("q, k, v",), "value": ("q, k, v",), "softmax_scale": ("scale",),
+    "attn_mask": ("bias",), "is_causal": ("causal",), "learnable_sink": ("sinks",), "cu_seq_q": ("cu_seqlens_q",),
+    "cu_seq_k": ("cu_seqlens_k",), "max_k": ("keys of a document",), "seqused_k": ("lengths of keys",),
+    "ce_weight": ("class_weight",), "linear_bias": ("bias",), "weights": ("weight",), "biases": ("bias",),
+    "scales": ("scale",), "lse_square_scale": ("z_loss",),
 }  # fmt: skip
 NOT_NUMBERS = ("1", True, [1], math.nan, 1j)
 NOT_FLAGS = ("yes", 2.0, None)
@@ -93,8 +137,14 @@ def _spoilt(name: str, value):
     if isinstance(value, torch.Tensor):
         others = (torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.uint8)
         return (*(value.to(dtype) for dtype in others), value.tolist(), "x")
+    if isinstance(value, list) and isinstance(value[0], float):
+        return tuple([bad] for bad in NOT_NUMBERS)
     if isinstance(value, list):
-        return tuple([bad] for bad in (None, value[0].to(torch.float8_e4m3fn), value[0].to(torch.complex64), 1.0))
+        return tuple(
+            [bad]
+            for bad in (None, value[0].to(torch.float8_e4m3fn), value[0].to(torch.complex64), 1.0)
+            if bad is not None or name != "biases"
+        )
     if isinstance(value, torch.dtype):
         return torch.int32, torch.float8_e4m3fn, torch.complex64, "float32"
     if isinstance(value, (F.NF4Weight, F.GGUFWeight)):
@@ -123,8 +173,8 @@ def test_wrong_kinds_are_refused_by_name(function, name):
         with pytest.raises((TypeError, ValueError)) as refused:
             function(**{**CALLS[function], name: bad})
         text = str(refused.value)
-        wanted = {"e": "x", "c": "weight", "targets": "target", "input": "ids", "params": "param"}.get(name, name)
-        assert "\n" not in text and "got " in text and wanted in text, f"{name}={bad!r}: {text}"
+        assert "\n" not in text and "got " in text, f"{name}={bad!r}: {text}"
+        assert any(n in text for n in (name, *SAID.get(name, ()))), f"{name}={bad!r}: {text}"
 
 
 def test_numbers_and_integers():

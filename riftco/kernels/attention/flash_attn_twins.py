@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .._arguments import flags, floating, given
 from .alibi import key_bias, row_shift
 from .op import attention
 from .rows import packed_rows
@@ -61,6 +62,9 @@ def flash_attn_func(
     """
     bias = shift = None
     if alibi_slopes is not None:
+        if not (floating(q) and floating(k)) or min(q.dim(), k.dim()) != 4:
+            raise ValueError(f"flash_attn_func: q and k must be floating [B, T, heads, D]; got {given(q, k)}")
+        flags("flash_attn_func", causal=causal)
         bias = key_bias(alibi_slopes, q.shape, k.shape[1], None, causal)
         shift = row_shift(alibi_slopes, q.shape[1]) if causal else None
     out, lse = _attend(

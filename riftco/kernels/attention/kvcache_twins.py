@@ -6,7 +6,7 @@ B batch, T query length, N new keys, H query heads, K key/value heads, D head di
 import torch
 from torch import Tensor
 
-from .._arguments import floating, given, indices, whole
+from .._arguments import flags, floating, given, indices, whole
 from .._contract import checks_enabled, needs_grad
 from ..cached_attention import Cache, CacheLayer, attention_with_cache
 from ..rope.op import rope
@@ -69,6 +69,7 @@ def flash_attn_with_kvcache(
     The cache is read where it lies, by `attention_with_cache`: no copy, forward or backward. Copied once a call are the
     slots in use where that has no such option: T > 1 without causal, alibi_slopes, cache_leftpad.
     """
+    flags(NAME, causal=causal, rotary_interleaved=rotary_interleaved)
     _check(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table
     )
@@ -150,7 +151,9 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, start: Tensor, steps: int, inte
 
 def _check(q, k_cache, v_cache, k, v, cos, sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table) -> None:
     if not (floating(q) and floating(k_cache) and floating(v_cache)) or q.dim() != 4 or k_cache.dim() != 4:
-        raise ValueError(f"{NAME}: q and the caches must be floating of 4 dimensions; got {given(q, k_cache, v_cache)}")
+        raise ValueError(
+            f"{NAME}: q, k_cache and v_cache must be floating of 4 dimensions; got {given(q, k_cache, v_cache)}"
+        )
     B = q.shape[0]
     if k_cache.shape != v_cache.shape:
         raise ValueError(
@@ -158,6 +161,8 @@ def _check(q, k_cache, v_cache, k, v, cos, sin, cache_seqlens, cache_batch_idx, 
         )
     if (k is None) != (v is None):
         raise ValueError(f"{NAME}: k and v must be given together")
+    if v is not None and not floating(v):
+        raise ValueError(f"{NAME}: v must be floating as k; got {given(v)}")
     if k is not None and (not floating(k) or k.dim() != 4 or k.shape[0] != B or k.shape[2:] != k_cache.shape[2:]):
         wanted = [B, "new", *k_cache.shape[2:]]
         raise ValueError(f"{NAME}: k must be floating {wanted} as q and k_cache have it; got {given(k)}")
@@ -165,6 +170,9 @@ def _check(q, k_cache, v_cache, k, v, cos, sin, cache_seqlens, cache_batch_idx, 
         raise ValueError(f"{NAME}: k and v need cache_seqlens: where to write them")
     if (cos is None) != (sin is None):
         raise ValueError(f"{NAME}: rotary_cos and rotary_sin must be given together")
+    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if table is not None and not floating(table):
+            raise ValueError(f"{NAME}: {name} must be floating [positions, R / 2]; got {given(table)}")
     if cos is not None and k is None:
         raise ValueError(f"{NAME}: rotary_cos and rotary_sin need k and v")
     if block_table is not None and cache_batch_idx is not None:

@@ -17,6 +17,8 @@ def packed_rows(
     """
     if not indices(lens) or lens.dim() != 1:
         raise ValueError(f"attention: lengths of keys must be int32 or int64 [N]; got {given(lens)}")
+    if starts is not None and not indices(starts):
+        raise ValueError(f"attention: cu_seqlens_k must be int32 or int64 [documents + 1]; got {given(starts)}")
     N = len(lens)
     if not floating(key) or not floating(value):
         raise ValueError(f"attention: keys and values must be floating; got {given(key, value)}")

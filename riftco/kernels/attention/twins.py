@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from .._arguments import flags, floating, given
 from .op import attention
 from .rows import packed_rows
 
@@ -60,6 +61,12 @@ def scaled_dot_product_attention(
     See `attention` for devices, autocast and numerics.
     """
     name = "scaled_dot_product_attention"
+    flags(name, is_causal=is_causal, enable_gqa=enable_gqa)
+    if not (floating(query) and floating(key) and floating(value)):
+        raise ValueError(f"{name}: query, key, value must be floating; got {given(query, key, value)}")
+    masks = isinstance(attn_mask, Tensor) and attn_mask.dtype == torch.bool
+    if attn_mask is not None and not masks and not floating(attn_mask):
+        raise ValueError(f"{name}: attn_mask must be bool or floating; got {given(attn_mask)}")
     if attn_mask is not None and is_causal:
         raise ValueError(f"{name}: attn_mask and is_causal cannot be combined; put the causal mask into attn_mask")
     shapes = f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}"
@@ -139,6 +146,11 @@ def varlen_attn(
 
     seqused_k and block_table copy the rows in use, once a call, to at most N x max_k rows. See `attention`.
     """
+    flags("varlen_attn", enable_gqa=enable_gqa)
+    if not (floating(query) and floating(key) and floating(value)) or min(query.dim(), key.dim()) < 3:
+        raise ValueError(
+            f"varlen_attn: query, key, value must be floating [total, heads, D]; got {given(query, key, value)}"
+        )
     H, K = query.shape[-2], key.shape[-2]
     if H != K and not enable_gqa:
         raise ValueError(f"varlen_attn: {H} query heads and {K} key heads need enable_gqa=True")

@@ -3,6 +3,7 @@
 from torch import Tensor
 from torch.nn import _reduction
 
+from .._arguments import floating, given
 from .op import cross_entropy
 
 
@@ -24,6 +25,8 @@ def torch_cross_entropy(
     """
     if size_average is not None or reduce is not None:
         reduction = _reduction.legacy_get_string(size_average, reduce)
+    if not floating(input):
+        raise ValueError(f"cross_entropy: input must be floating [C], [N, C] or [N, C, ...]; got {given(input)}")
     logits = input.movedim(1, -1) if input.dim() > 2 else input
     return cross_entropy(
         logits, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing

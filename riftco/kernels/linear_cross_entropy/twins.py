@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._arguments import floating, given, whole
+from .._arguments import flags, floating, given, whole
 from .op import linear_cross_entropy
 
 
@@ -82,6 +82,10 @@ def liger_fused_linear_cross_entropy(
     Gradients are summed over slices in float32 unless `accum_dtype` says otherwise. `use_token_scaling` scales each row
     by its target's probability, which takes a forward of its own.
     """
+    flags(
+        "linear_cross_entropy", return_z_loss=return_z_loss, use_token_scaling=use_token_scaling,
+        return_token_accuracy=return_token_accuracy, return_predicted_tokens=return_predicted_tokens,
+    )  # fmt: skip
     common: dict[str, Any] = dict(class_weight=ce_weight, ignore_index=ignore_index, softcap=softcap)
     scaling = None
     if use_token_scaling:
