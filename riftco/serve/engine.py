@@ -96,6 +96,7 @@ class Engine:
         except ModelError as why:
             raise Refused(f"slot {slot}: {why}") from None
         del held.tokens[n:]
+        held.unsure = 0
 
     def lend(self, lender: int, slot: int, start: int, end: int) -> None:
         """Copy rows [start, end) of one slot behind the `start` rows that another, of the same adapters, has."""
@@ -211,6 +212,8 @@ class Engine:
                 f"slot {slot} holds {len(held.tokens)} rows, not the {n_cached} that the lesson stands behind; "
                 "serve the prompt again, then learn"
             )
+        if held.unsure:
+            raise Refused(f"slot {slot}: {held.unsure} of its rows may yet be taken back; learn once that is decided")
         try:
             self.cache.check_cut(slot, n_cached)
         except ModelError as why:

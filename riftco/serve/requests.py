@@ -53,6 +53,7 @@ class Finished:
         cached, prompt: how many tokens of the prompt were there already, of how many.
         learn: the outcome where the request was to teach; a turn that failed or was cancelled has none.
         error: what went wrong.
+        drafted, accepted: tokens that were guessed, and of these how many were right.
     """
 
     why: str
@@ -61,6 +62,8 @@ class Finished:
     prompt: int = 0
     learn: LearnOutcome | None = None
     error: str | None = None
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Ticket:

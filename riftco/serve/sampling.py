@@ -100,6 +100,22 @@ class Sampler:
             self.seen[token] = True
         return token
 
+    def accept(self, logits: Tensor, draft: Sequence[int]) -> list[int]:
+        """The tokens that would have been chosen one by one: those of the draft as far as it is right, and one more.
+
+        logits [1 + len(draft), V]: row i follows the first i tokens of the draft. One draw a token, as without a draft.
+        """
+        if self.options.temperature == 0 and self.bias is None and self.counts is None and self.seen is None:
+            chosen = logits.argmax(-1).tolist()  # one wait for the device
+            right = next((i for i, (a, b) in enumerate(zip(chosen, draft)) if a != b), len(draft))
+            return chosen[: right + 1]
+        tokens: list[int] = []
+        for row in logits:
+            tokens.append(int(self.choose(row)))
+            if len(tokens) > len(draft) or tokens[-1] != draft[len(tokens) - 1]:
+                break
+        return tokens
+
     def adjusted(self, x: Tensor) -> Tensor:
         """Logits after bias and penalties."""
         o = self.options

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from ..models import ModelError
 from ..train.duty import DutyCycle
 from .bank import AdapterSet
 from .batch import Batch, Refused
+from .draft import Draft
 from .engine import Engine
 from .learner import LearnOutcome
 from .requests import Finished, Request, Teach, Ticket
@@ -36,6 +37,10 @@ class Turn:
     prompt: list[int]
     sampler: Sampler
     cached: int
+    text: Draft | None = None  # what guesses are made of
+    draft: list[int] = field(default_factory=list)  # guessed in this iteration
+    drafted: int = 0
+    accepted: int = 0
     why: str | None = None  # how the reply ended, once it has
     learn: LearnOutcome | None = None
 
@@ -57,6 +62,8 @@ class Scheduler:
         engine: not to be used by anyone else while this runs, but within `paused`.
         duty: the part of the time that learning may take while other slots are busy.
         queue: how many requests may wait.
+        speculate: how many tokens to guess from the text so far and check in one forward; replies do not depend on it
+            but for rounding.
     """
 
     def __init__(
@@ -65,9 +72,10 @@ class Scheduler:
         *,
         duty: float = LEARN_DUTY,
         queue: int = 1024,
+        speculate: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        self.engine, self.limit, self.clock = engine, queue, clock
+        self.engine, self.limit, self.speculate, self.clock = engine, queue, speculate, clock
         self.waiting: deque[Ticket] = deque()
         self.turns: dict[int, Turn] = {}
         self.duty = DutyCycle(duty, clock=clock)
@@ -193,7 +201,8 @@ class Scheduler:
         self._borrow(slot, prompt, key)
         self._ticks += 1
         slot.used, slot.state = self._ticks, State.PREFILLING
-        self.turns[slot.id] = Turn(ticket, slot, prompt, sampler, len(slot.tokens))
+        text = Draft(prompt) if self.speculate else None
+        self.turns[slot.id] = Turn(ticket, slot, prompt, sampler, len(slot.tokens), text)
 
     def _keep(self, slot: Slot, n: int) -> None:
         """Cut the slot to n rows, or to none where a sliding window has let go of what precedes them."""
@@ -222,24 +231,55 @@ class Scheduler:
             rows = pending[:room]
             room -= len(rows)
             last = len(rows) == len(pending)
-            parts.append(Batch.of(turn.slot.id, len(turn.slot.tokens), rows, output="last" if last else "none"))
+            turn.draft = self._guess(turn, room) if last else []
+            room -= len(turn.draft)
+            output = ("all" if turn.draft else "last") if last else "none"
+            parts.append(Batch.of(turn.slot.id, len(turn.slot.tokens), rows + turn.draft, output=output))
             turns.append(turn)
         return (Batch.join(parts), turns) if parts else (None, [])
 
+    def _guess(self, turn: Turn, room: int) -> list[int]:
+        """What may follow the newest token of a turn that decodes, as far as its rows and tokens go."""
+        if turn.text is None or turn.slot.state != State.DECODING:
+            return []
+        left = turn.ticket.request.max_new_tokens - len(turn.reply) - 1
+        left = min(left, self.engine.window - len(turn.slot.tokens) - 1, self.speculate, room)
+        return turn.text.next(left) if left > 0 else []
+
     def _choose(self, logits: torch.Tensor, turns: list[Turn]) -> None:
-        """Sample the next token of each turn whose prompt is read."""
+        """Sample the next tokens of each turn whose prompt is read."""
         ready = [turn for turn in turns if not turn.pending]
         if not ready:
             return
-        drawn = torch.cat([turn.sampler.choose(row) for turn, row in zip(ready, logits, strict=True)])
-        for turn, row, token in zip(ready, logits, drawn.tolist()):  # one wait for the device
-            turn.slot.state = State.DECODING
+        rows = logits.split([1 + len(turn.draft) for turn in ready])
+        if any(turn.draft for turn in ready):
+            for turn in ready:
+                turn.slot.unsure = len(turn.draft)
+            chosen = [turn.sampler.accept(own, turn.draft) for turn, own in zip(ready, rows)]
+        else:
+            drawn = torch.cat([turn.sampler.choose(own[0]) for turn, own in zip(ready, rows)])
+            chosen = [[token] for token in drawn.tolist()]  # one wait for the device
+        for turn, own, tokens in zip(ready, rows, chosen):
+            self._take(turn, own, tokens)
+
+    def _take(self, turn: Turn, logits: torch.Tensor, tokens: list[int]) -> None:
+        """Append chosen tokens to a turn's reply until it ends; rows of guesses that were wrong are taken back."""
+        turn.slot.state, request = State.DECODING, turn.ticket.request
+        for row, token in zip(logits, tokens):
             turn.ticket.put(turn.sampler.report(row, token))
-            request = turn.ticket.request
+            if turn.text is not None:
+                turn.text.add(token)
             if token in request.stop_ids or turn.ticket.stopped:
                 turn.why = "stop"
             elif len(turn.reply) >= request.max_new_tokens or len(turn.prompt) + len(turn.reply) > self.engine.window:
                 turn.why = "length"
+            if turn.why is not None:
+                break
+        if turn.draft:
+            turn.drafted += len(turn.draft)
+            turn.accepted += len(tokens) - 1
+            self.engine.cut(turn.slot.id, len(turn.prompt) + len(turn.reply) - 1)  # the newest token is not read yet
+            turn.draft = []
 
     def _finish(self) -> None:
         """End the turns that are done; those that teach hold their slot until their lesson's time has come."""
@@ -252,7 +292,10 @@ class Scheduler:
                     continue
                 turn.learn = self._teach(turn, teach)
             assert turn.why is not None
-            self._end(turn, Finished(turn.why, turn.slot.id, turn.cached, len(turn.prompt), turn.learn))
+            finished = Finished(
+                turn.why, turn.slot.id, turn.cached, len(turn.prompt), turn.learn, None, turn.drafted, turn.accepted
+            )
+            self._end(turn, finished)
 
     def _teach(self, turn: Turn, teach: Teach) -> LearnOutcome:
         reply = list(turn.reply if teach.reply is None else teach.reply)

@@ -25,6 +25,7 @@ class Slot:
     tokens: list[int] = field(default_factory=list)
     state: State = State.IDLE
     used: int = 0  # the scheduler's clock at its last use
+    unsure: int = 0  # rows at its end that may yet be taken back
 
     def common(self, tokens: Sequence[int], key: AdapterSet) -> int:
         """How many leading rows serve `tokens` under `key` as they are."""

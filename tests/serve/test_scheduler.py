@@ -15,9 +15,9 @@ PROMPTS = [tokens(n, seed).tolist() for seed, n in enumerate((5, 9, 13, 3, 7))]
 LONG = tokens(40, 77).tolist()
 
 
-def scheduler(slots=3, clock=None, **options):
+def scheduler(slots=3, clock=None, speculate=0, **options):
     made = engine(slots=slots, **options)
-    return Scheduler(made, **({} if clock is None else {"clock": clock}))
+    return Scheduler(made, speculate=speculate, **({} if clock is None else {"clock": clock}))
 
 
 def answers(made, requests):
