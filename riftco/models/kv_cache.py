@@ -95,7 +95,7 @@ class KVCache:
             raise ModelError(f"KVCache: sizes must be at least 1; got {slots=}, {page_size=}, {pages=}, {undo=}")
         if layout not in LAYOUTS:
             raise ModelError(f"KVCache: layout must be one of {', '.join(LAYOUTS)}; got {layout!r}")
-        named = next((n for n, kind in DTYPES.items() if dtype in (n, kind)), None)
+        named = next((n for n, kind in DTYPES.items() if dtype == n or (dtype is kind and kind is not None)), None)
         if named is None:
             raise ModelError(f"KVCache: dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
         self.slots, self.window, self.dtype, self.layout = slots, window, named, layout
@@ -149,8 +149,10 @@ class KVCache:
                 anything changes.
         """
         named = [slot for slot, _ in runs]
-        if len(set(named)) != len(named) or any(not 0 <= s < self.slots for s in named):
-            raise ModelError(f"KVCache: runs must be of different slots below {self.slots}; got slots {named}")
+        if not named or len(set(named)) != len(named) or any(not 0 <= s < self.slots for s in named):
+            raise ModelError(
+                f"KVCache: runs must be of one or more different slots below {self.slots}; got slots {named}"
+            )
         for slot, count in runs:
             if count < 1 or self.lengths[slot] + count > self.window:
                 raise ModelError(

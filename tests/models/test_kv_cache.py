@@ -6,7 +6,7 @@ from families import FAMILIES
 from tiny_models import hf_model
 
 from riftco.models import Decoder, DecoderConfig, KVCache, ModelError
-from riftco.models.kv_rows import DTYPES
+from riftco.models.kv_rows import DTYPES, Rows
 
 CACHES = [(dtype, layout) for dtype in DTYPES for layout in ("slot", "paged")]
 # what rounding keys and values costs in logits, of their largest value
@@ -107,6 +107,41 @@ def test_snapshot_and_restore_are_the_same_bytes(family, dtype, layout):
     other.restore(saved, 2)
     assert other.lengths == [0, 0, 24]
     assert torch.equal(decoder(ids[0, 24:28], kv_cache=other.begin([(2, 4)])), want[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", ["slot", "paged"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_that_are_taken_back_and_read_again_change_nothing(family, layout):
+    """A prefill, four decodes, two of them undone and redone: logits and every byte; and room to undo changes none."""
+    decoder = decoder_of(family)
+    ids = torch.randint(0, 160, (1, 44))
+    ended = []
+    for undo in (0, 4):
+        cache = poisoned(KVCache(decoder.config, 2, 64, layout=layout, page_size=7, undo=undo))
+        logits = [decoder(part, kv_cache=cache) for part in ids.split([40, 1, 1, 1, 1], 1)]
+        ended.append((torch.cat(logits, 1), cache.snapshot(0)))
+    for a, b in zip(*(logits for logits, _ in ended)):
+        assert torch.equal(a, b)
+    cache.cut(0, 42)
+    again = torch.cat([decoder(ids[:, i : i + 1], kv_cache=cache) for i in (42, 43)], 1)
+    assert torch.equal(again, ended[1][0][:, 42:])
+    for (first, want), (second, got) in zip(ended[1][1].rows, cache.snapshot(0).rows):
+        assert first == second
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(want, got))
+
+
+@torch.no_grad()
+def test_physical_rows_are_made_once_a_step(monkeypatch):
+    decoder = decoder_of("gemma3", num_hidden_layers=2)
+    cache = KVCache(decoder.config, 1, 40)
+    made, rows = [], Rows.rows
+    monkeypatch.setattr(Rows, "rows", lambda self, *a: (made.append(self), rows(self, *a))[1])
+    step = cache.begin([(0, 12)])
+    decoder(torch.randint(0, 160, (12,)), kv_cache=step)
+    assert made == cache.groups  # one for the window's ring, one for the layer that sees all
+    kept = [r.tolist() for r in step.rows.values()]
+    assert [*range(12)] in kept and [-1] * 5 + [5, 6, 0, 1, 2, 3, 4] in kept
 
 
 @torch.no_grad()
@@ -236,10 +271,12 @@ def test_what_does_not_fit_is_refused_before_anything_changes():
     with torch.no_grad():
         with pytest.raises(ModelError, match="9 more positions after 0 do not fit its window of 8"):
             decoder(ids, kv_cache=cache)
-        with pytest.raises(ModelError, match="different slots below 2; got slots \\[0, 1, 2\\]"):
+        with pytest.raises(ModelError, match=r"different slots below 2; got slots \[0, 1, 2\]"):
             decoder(ids[:, :3].expand(3, 3), kv_cache=cache)
         with pytest.raises(ModelError, match="different slots below 2; got slots \\[1, 1\\]"):
             cache.begin([(1, 2), (1, 2)])
+        with pytest.raises(ModelError, match=r"one or more different slots below 2; got slots \[\]"):
+            cache.begin([])
         with pytest.raises(ModelError, match="cu_seqlens"):
             decoder(ids[0], cu_seqlens=torch.tensor([0, 9]), kv_cache=cache)
         with pytest.raises(ModelError, match="this step of the cache is of 4 tokens; got 9"):
@@ -267,6 +304,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes():
         ({"layout": "ring"}, "layout must be one of slot, paged; got 'ring'"),
         ({"dtype": "int8"}, "dtype must be one of float32, float16, bfloat16, q8_0; got 'int8'"),
         ({"dtype": torch.float64}, "dtype must be one of"),
+        ({"dtype": None}, "dtype must be one of"),
         ({"dtype": "q8_0"}, "q8_0 has blocks of 32 along the head dim; got head dim 16"),
     ],
 )

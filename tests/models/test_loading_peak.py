@@ -54,6 +54,6 @@ def test_shards(tmp_path, monkeypatch, layers, options):
 def test_a_packed_gguf_file(tmp_path, monkeypatch):
     source = hf_model("llama", num_hidden_layers=8, **SHAPE)
     write_gguf(tmp_path / "m.gguf", source, matrix_type="Q4_0", everywhere=True)
-    peak, after, model = traced_load(monkeypatch, tmp_path / "m.gguf", weights="packed", dtype=torch.bfloat16)
+    peak, after, _ = traced_load(monkeypatch, tmp_path / "m.gguf", weights="packed", dtype=torch.bfloat16)
     assert after < 0.3 * sum(p.numel() * 2 for p in source.parameters())
     assert peak <= after + layer_bytes(source)
