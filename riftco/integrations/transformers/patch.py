@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -66,19 +65,21 @@ def patch(
         ValueError: no part of the model is of a family that is known.
     """
     wanted = {"norm": norm, "mlp": mlp, "rope": rope, "loss": loss}
-    if not list(_find(model)):
+    if not _find(model):
         names = ", ".join(f.name for f in FAMILIES)
         raise ValueError(f"riftco.patch: nothing in a {type(model).__name__} is of the families {names}")
     register()
     if nf4:
         bnb.replace(model)
-    for found in list(_find(model)):
+    everything = _find(model)
+    whys = [_why_not(found, everything) for found in everything]
+    for found, why in zip(everything, whys):
         part = "rope" if found.kind in ("rotary", "attention") else found.kind
-        if wanted[part] and _why_not(found, model) is None:
+        if wanted[part] and why is None:
             _swap(found, eval_logits)
         if attention and found.kind == "attention" and found.module.config._attn_implementation != NAME:
             vars(found.module)[BEFORE] = found.module.config._attn_implementation
-    for found in _find(model) if attention else ():
+    for found in everything if attention else ():
         if found.kind == "attention":
             found.module.config._attn_implementation = NAME
     for layer in peft.lora_layers(model) if lora else ():
@@ -109,13 +110,14 @@ def report(model: nn.Module) -> PatchReport:
         key = part, own_class(module).__name__, why
         states[key] = states.get(key, 0) + 1
 
-    for found in _find(model):
+    everything = _find(model)
+    for found in everything:
         module = found.module
         names += [found.family.name] if found.family.name not in names else []
         done = own_class(module) is not type(module)
         if found.kind == "loss":
             done = trl.swapped(module) if trl.has_fused_head(module) else done
-        why = _why_not(found, model)
+        why = _why_not(found, everything)
         if found.kind != "rotary":
             part = "rope" if found.kind == "attention" else found.kind
             count(part, module, why if why is not None else None if done else "not asked for")
@@ -137,16 +139,17 @@ def report(model: nn.Module) -> PatchReport:
     return PatchReport(", ".join(names), tuple(sorted(entries, key=lambda e: order.index(e.part))))
 
 
-def _find(model: nn.Module) -> Iterator[_Found]:
-    classes = known()
+def _find(model: nn.Module) -> list[_Found]:
+    classes, found = known(), []
     for module in model.modules():
         if own_class(module) in classes:
             family, kind = classes[own_class(module)]
-            yield _Found(module, kind, family)
+            found.append(_Found(module, kind, family))
+    return found
 
 
-def _why_not(found: _Found, model: nn.Module) -> str | None:
-    """Why a module cannot run on riftco; None if it can, or does."""
+def _why_not(found: _Found, everything: list[_Found]) -> str | None:
+    """Why a module cannot run on riftco; None if it can, or does. `everything` is what `_find` found beside it."""
     module, kind, family = found
     if kind == "loss" and trl.has_fused_head(module):
         return trl.why_not(module)
@@ -157,10 +160,10 @@ def _why_not(found: _Found, model: nn.Module) -> str | None:
     if kind == "mlp" and layers.activation_of(module) is None:
         return f"riftco has no gated unit with {type(layers.activation(module)).__name__}"
     if kind in ("rotary", "attention"):  # all of them or none: they agree on what the tables are
-        pair = [f.module for f in _find(model) if f.family == family and f.kind in ("rotary", "attention")]
-        if any("forward" in vars(m) for m in pair):
+        pair = [f for f in everything if f.family == family and f.kind in ("rotary", "attention")]
+        if any("forward" in vars(f.module) for f in pair):
             return REPLACED
-        if not all(layers.rotates(own_class(f.module)) for f in _find(model) if f.kind == "attention"):
+        if not all(layers.rotates(own_class(f.module)) for f in pair if f.kind == "attention"):
             return "its attention turns q and k in a way of its own"
     return None
 
