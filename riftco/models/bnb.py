@@ -51,8 +51,9 @@ def read(
     return made
 
 
-def config_of(layers: list[NF4Linear], compute_dtype: str) -> dict[str, Any]:
-    """config.json's quantization_config for these layers, as transformers writes it."""
+def config_of(layers: list[NF4Linear], dense: list[str], compute_dtype: str) -> dict[str, Any]:
+    """config.json's quantization_config for these layers, beside linear layers that stay `dense`, as transformers
+    writes it."""
     return {
         "quant_method": "bitsandbytes",
         "load_in_4bit": True,
@@ -61,5 +62,5 @@ def config_of(layers: list[NF4Linear], compute_dtype: str) -> dict[str, Any]:
         "bnb_4bit_use_double_quant": any(layer.weight.nested is not None for layer in layers),
         "bnb_4bit_compute_dtype": compute_dtype,
         "bnb_4bit_quant_storage": "uint8",
-        "llm_int8_skip_modules": ["lm_head"],
+        "llm_int8_skip_modules": ["lm_head", *dense],
     }

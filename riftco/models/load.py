@@ -85,7 +85,8 @@ def load_model(
     if weights not in ("auto", "nf4", "packed", *WEIGHTS):
         raise ModelError(f"weights must be one of auto, {', '.join(WEIGHTS)}, nf4, packed; got {weights!r}")
     source, device = open_source(path), torch.device(device)
-    if weights == "auto" and bnb.quantised(source.shapes):
+    as_stored = weights == "auto" and bool(bnb.quantised(source.shapes))
+    if as_stored:
         weights = "nf4"
     if dtype is not None and weights not in ("nf4", "packed"):
         raise ModelError(f"dtype belongs to weights='nf4' or 'packed'; got weights={weights!r}")
@@ -105,7 +106,7 @@ def load_model(
         source,
         dtype,
         device,
-        nf4=weights == "nf4",
+        nf4=weights == "nf4" and not as_stored,  # what a 4-bit checkpoint left dense stays so
         packed=weights == "packed",
         activation_checkpointing=activation_checkpointing,
     )

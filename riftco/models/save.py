@@ -94,7 +94,8 @@ def write_hf(
     config: dict[str, Any] = {**model.config.to_hf(), "dtype": named, "torch_dtype": named}
     if packed:
         layers = [_owner(model, n) for n in packed]
-        config["quantization_config"] = bnb.config_of([m for m in layers if isinstance(m, NF4Linear)], named)
+        dense = [n for n, m in model.named_modules() if n != "lm_head" and isinstance(m, (nn.Linear, GGUFLinear))]
+        config["quantization_config"] = bnb.config_of([m for m in layers if isinstance(m, NF4Linear)], dense, named)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 

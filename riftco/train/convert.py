@@ -124,7 +124,7 @@ def _dtype(name: str, source: Source) -> torch.dtype:
 def _exact(source: Source) -> Decoder:
     """The model on the CPU with nothing rounded; 4-bit checkpoints stay packed."""
     names = {dtype: name for name, dtype in WEIGHTS.items()}
-    weights = "nf4" if bnb.quantised(source.shapes) else names[_stored(source)]
+    weights = "auto" if bnb.quantised(source.shapes) else names[_stored(source)]
     return load_model(source.path, weights=weights, with_tokenizer=False)[0]
 
 

@@ -118,7 +118,7 @@ def test_weights_of_every_kind(folder):
                 module.weight.copy_(dequantize_nf4(small.get_submodule(name).weight, torch.float32))
     close(small(IDS), plain(IDS))
     assert load(folder, weights="nf4", dtype=torch.bfloat16).dtype == torch.bfloat16
-    assert "weights must be one of auto, fp32, bf16, fp16, nf4; got 'int8'" in refuses(folder, weights="int8")
+    assert "weights must be one of auto, fp32, bf16, fp16, nf4, packed; got 'int8'" in refuses(folder, weights="int8")
     assert "dtype belongs to weights='nf4'" in refuses(folder, dtype=torch.float16)
 
 

@@ -17,12 +17,12 @@ FITTING = {"smollm2": {"hidden_size": 192}, "mistral": {"head_dim": 32}}
 IDS = torch.tensor([[5, 3, 5, 99, 7, 5, 2, 8], [11, 7, 7, 0, 1, 42, 5, 9]])
 
 
-def their_model(folder, double_quant=True):
+def their_model(folder, double_quant=True, **more):
     options = {}
     if "quantization_config" not in json.loads((folder / "config.json").read_text()):
         options["quantization_config"] = transformers.BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double_quant,
-            bnb_4bit_compute_dtype=torch.float32,
+            bnb_4bit_compute_dtype=torch.float32, **more,
         )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, device_map="cpu", attn_implementation="eager", **options
@@ -89,6 +89,25 @@ def test_single_quantisation_in_shards(tmp_path):
     same_bits(mine, their_model(tmp_path / "mine"))
     again, _ = load_model(tmp_path / "mine", with_tokenizer=False)
     assert all(torch.equal(a, b) for a, b in zip(mine.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+def test_layers_that_a_checkpoint_leaves_dense_stay_so(tmp_path):
+    hf_model("llama").save_pretrained(tmp_path / "plain")
+    theirs = their_model(tmp_path / "plain", llm_int8_skip_modules=["v_proj", "lm_head"])
+    theirs.save_pretrained(tmp_path / "theirs")
+    mine, _ = load_model(tmp_path / "theirs", with_tokenizer=False)
+    assert type(mine.model.layers[1].self_attn.v_proj) is torch.nn.Linear
+    same_bits(mine, theirs)
+    save_hf(mine, tmp_path / "mine", quantised=True)
+    same_bits(mine, their_model(tmp_path / "mine"))
+
+
+def test_codes_stored_as_another_dtype(tmp_path):
+    """What FSDP wants: the same bytes under the name of bfloat16."""
+    hf_model("llama").save_pretrained(tmp_path / "plain")
+    their_model(tmp_path / "plain", bnb_4bit_quant_storage=torch.bfloat16).save_pretrained(tmp_path / "theirs")
+    mine, _ = load_model(tmp_path / "theirs", with_tokenizer=False)
+    same_bits(mine, their_model(tmp_path / "plain"))
 
 
 def test_modules_both_ways(tmp_path):

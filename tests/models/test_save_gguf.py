@@ -148,14 +148,31 @@ def tokenizers_to_write():
 TEXTS = ("the cat sat", " on  the mat\n\n, 1234 times;", "ünïcödé 🦊<|im_end|>", "HE'S 12 the")
 
 
-@pytest.mark.parametrize("name", ["gpt-2", "smollm", "llama-bpe", "qwen2", "tekken", "sentencepiece"])
-def test_a_folders_tokenizer_goes_with_the_model(name, tmp_path):
+NAMES = ("gpt-2", "smollm", "llama-bpe", "qwen2", "tekken", "sentencepiece")
+
+
+def named_folder(name, tmp_path):
     if name == "sentencepiece":
         backend, special = sentencepiece(), dict(unk_token="<unk>", bos_token="<s>", eos_token="</s>")
     else:
         backend = byte_level(tokenizers_to_write()[name])
         special = dict(bos_token="<|bos|>", eos_token="<|im_end|>")
-    where = folder(tmp_path, backend, 320, chat_template="{{ messages[0].content }}", **special)
+    return folder(tmp_path, backend, 320, chat_template="{{ messages[0].content }}", **special)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_llama_cpp_reads_the_same_tokens(name, tmp_path):
+    where = named_folder(name, tmp_path)
+    mine, (model, _) = load_tokenizer(where), load_model(where, with_tokenizer=False)
+    save_gguf(model, tmp_path / "model.gguf", tokenizer=tokenizer_metadata(open_source(where), mine))
+    theirs = llama_cpp_runs.opened(tmp_path / "model.gguf")
+    for text in TEXTS:
+        assert theirs.tokenize(text.encode(), add_bos=False, special=True) == mine.encode(text), text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_folders_tokenizer_goes_with_the_model(name, tmp_path):
+    where = named_folder(name, tmp_path)
     source = open_source(where)
     mine = load_tokenizer(where)
     made = tokenizer_metadata(source, mine)
@@ -169,9 +186,6 @@ def test_a_folders_tokenizer_goes_with_the_model(name, tmp_path):
     for text in TEXTS:
         assert back.encode(text) == mine.encode(text), text
         assert back.encode(text, add_special_tokens=True) == mine.encode(text, add_special_tokens=True)
-    theirs = llama_cpp_runs.opened(tmp_path / "model.gguf")
-    for text in TEXTS:
-        assert theirs.tokenize(text.encode(), add_bos=False, special=True) == mine.encode(text), text
 
 
 def test_a_cut_that_has_no_name_is_refused(tmp_path):
