@@ -25,7 +25,7 @@ DEVICES = ("cpu", "cuda", "mps", "xla")
 BACKENDS = {"cpu": "cpu", "cuda": "cuda", "mps": "metal", "xla": "tpu"}  # of `riftco train-tiny`
 LISTED = {"mps": "mps-emulated"}  # what the rooms' cases call the device, where that is not its type
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-METHODS = ("full", "lora", "qlora")
+ATTENTION = {"full": "materialized", "lora": "flash", "qlora": "flash"}  # of each training
 STEPS = 8
 APART = 0.01  # by how much of itself a step's loss may leave the CPU's
 Tell = Callable[[str], None]
@@ -128,7 +128,7 @@ def _run_on(device: str, rooms: Sequence[str], train: bool, report: Report, tell
         report.suites.append(suite)
         for line in suite.lines():
             tell(line)
-    for method in METHODS if train else ():
+    for method in ATTENTION if train else ():
         training = _training(method, device, report.trainings)
         report.trainings.append(training)
         for line in training.lines():
@@ -172,7 +172,7 @@ def _training(method: str, device: str, earlier: Sequence[Training]) -> Training
     """The loss must fall, and on an accelerator be the CPU's at every step."""
     run = Training(device, method)
     try:
-        result = train_tiny(TinyRun(STEPS, BACKENDS[device], "flash", method=method))
+        result = train_tiny(TinyRun(STEPS, BACKENDS[device], ATTENTION[method], method=method))
         run.losses = [m.loss for m in result.metrics]
         same = [t for t in earlier if t.device == "cpu" and t.method == method]
         wanted = same[0].losses if same else _training(method, "cpu", ()).losses if device != "cpu" else run.losses

@@ -157,7 +157,7 @@ def test_on_a_mac_the_shaders_are_examined(riftco, quick, monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(report, "where", lambda device: "cpu")
     monkeypatch.setitem(tiny.BACKENDS, "metal", "cpu")
-    monkeypatch.setattr(report, "METHODS", ("lora",))
+    monkeypatch.setattr(report, "ATTENTION", {"lora": "flash"})
     with EMULATED.use():
         found = json.loads(riftco("doctor", "--device", "mps", "--json").stdout)
     assert found["ok"] and found["devices"]["mps"]["detail"] == f"Metal extension built with torch {torch.__version__}"
