@@ -9,6 +9,7 @@ import torch
 from riftco import metal, tpu
 from riftco.doctor import machine, report
 from riftco.kernels import _contract
+from riftco.kernels.swiglu import cases as swiglu_cases
 from riftco.train import tiny
 
 EMULATED = next(d for d in support.DEVICES if d.name == "mps-emulated")
@@ -53,11 +54,11 @@ def test_the_text_holds_what_a_bug_report_needs(riftco, quick, monkeypatch):
 
 
 def test_a_kernel_that_is_wrong_is_named(riftco, quick, monkeypatch):
-    real = _contract.load
+    real, wrong = _contract.load, _contract.own("rope", "cpu").path
 
     def load(path):
         function = real(path)
-        if path != "riftco.kernels.rope.spec:forward":
+        if path != wrong:
             return function
         return lambda q, k, *rest: tuple(t * 1.1 for t in function(q, k, *rest))
 
@@ -165,12 +166,14 @@ def test_on_a_mac_the_shaders_are_examined(riftco, quick, monkeypatch):
     (training,) = found["trainings"]
     assert training["device"] == "mps" and training["losses"][1] < training["losses"][0]
     real = metal.source
-    broken = real("swiglu").replace("x >= 0.0f ? 1.0f : e", "e")
+    broken = real("swiglu").replace("T(x * activated(", "T(activated(")
+    assert broken != real("swiglu")
     monkeypatch.setattr(metal, "source", lambda name: broken if name == "swiglu" else real(name))
     with EMULATED.use():
         found = json.loads(riftco("doctor", "--device", "mps", "--json", "--op", "swiglu", code=1).stdout)
     assert found["suites"][0]["failures"]
 
 
-def test_ops_without_a_kernel_there_are_said_to_be_refused():
-    assert "refused by name" in report._suite("adam", "xla").lines()[0]
+def test_ops_without_a_kernel_there_are_said_to_be_refused(monkeypatch):
+    monkeypatch.setattr(swiglu_cases, "DEVICES", ("cpu",), raising=False)
+    assert "not on xla: refused by name" in report._suite("swiglu", "xla").lines()[0]
