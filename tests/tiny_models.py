@@ -59,7 +59,10 @@ GGUF_ARCH = {"gemma3_text": "gemma3", "mistral": "llama"}
 
 
 def gguf_model(family: str, **changes):
-    """One that a GGUF file can hold: no key of it says what Gemma divides scores by, which is then the head size."""
+    """One that a GGUF file can hold: no key of it says what Gemma divides scores by, which is then the head size, or
+    which of SmolLM3's layers do not rotate, which is then every fourth one."""
+    if family == "smollm3":
+        changes = {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], **changes}
     if family.startswith("gemma"):
         changes.setdefault("query_pre_attn_scalar", 32)
     return hf_model(family, **changes)
@@ -114,9 +117,9 @@ def write_gguf(
     for name, value in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        if arch in ("llama", "mistral") and ".q_proj." in name:
+        if arch in ("llama", "mistral", "smollm3") and ".q_proj." in name:
             value = permute(value, config.num_attention_heads)
-        if arch in ("llama", "mistral") and ".k_proj." in name:
+        if arch in ("llama", "mistral", "smollm3") and ".k_proj." in name:
             value = permute(value, config.num_key_value_heads)
         values = value.float().numpy()
         if arch.startswith("gemma") and "norm" in name:

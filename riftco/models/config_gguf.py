@@ -16,11 +16,13 @@ GGUF_ARCHITECTURES = {
     "mistral": "mistral",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "smollm3": "smollm3",
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
     "phi3": "phi3",
 }
 DIVISORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")  # no weights of a layer
+_NO_ROPE_PERIOD = {"smollm3": 4}  # each so many layers the last one does not rotate; no key says so
 _GEMMA_PERIOD = {"gemma2": 2, "gemma3": 6}  # each so many layers the last one sees everything
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # layers of the models whose scores are divided by sqrt(hidden / heads)
 
@@ -65,6 +67,7 @@ def read(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConf
         norm_offset=1.0 if gemma else 0.0,
         activation="gelu_tanh" if gemma else "silu",
         embedding_scale=math.sqrt(hidden) if gemma else 1.0,
+        no_rope_layers=tuple(i for i in range(layers) if (i + 1) % _NO_ROPE_PERIOD.get(arch, layers + 1) == 0),
         sliding_window=window,
         sliding_layers=_sliding_layers(arch, get, layers, window),
         local_rope=Rope(rope.dim, float(get("rope.freq_base_swa", 1e4))) if arch == "gemma3" else None,

@@ -19,7 +19,11 @@ from .errors import ModelError, package
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 # which of them can be kept as they are, as weights that a gradient passes through
 PACKED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
-PERMUTED = ("llama", "mistral")  # their q and k rows pair neighbouring dimensions; the decoder rotates halves
+PERMUTED = (
+    "llama",
+    "mistral",
+    "smollm3",
+)  # their q and k rows pair neighbouring dimensions; the decoder rotates halves
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK = {
     "attn_norm": "input_layernorm",

@@ -35,7 +35,7 @@ def written(tmp_path, family, kind, everywhere=False):
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q5_1"])
-@covers("GGUF", without=("qwen2-window", "smollm3"))
+@covers("GGUF", without=("qwen2-window",))
 def test_converted_weights(tmp_path, family, kind):
     path, reference = written(tmp_path, family, kind)
     model = load(path)
@@ -44,7 +44,7 @@ def test_converted_weights(tmp_path, family, kind):
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
-@covers("GGUF", without=("qwen2-window", "smollm3"))
+@covers("GGUF", without=("qwen2-window",))
 def test_packed_weights(tmp_path, family, kind):
     """Embedding and head too: logits, loss and greedy text are those of the dequantised model."""
     path, reference = written(tmp_path, family, kind, everywhere=True)
