@@ -67,6 +67,9 @@ def finetune(
         bool | None,
         Opt("--offload-activations", help="CUDA: saved activations wait in host memory for the backward."),
     ] = None,
+    offload_budget: Annotated[
+        str | None, Opt("--offload-budget", help="Most host memory for them, such as 32GiB [no limit].")
+    ] = None,
     step_graph: Annotated[
         bool | None, Opt("--step-graph", help="CUDA: replay steps of a geometry that comes again as one graph.")
     ] = None,

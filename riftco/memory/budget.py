@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +13,9 @@ import torch
 from ..models.config import DecoderConfig
 from ..models.load import open_source
 from ..models.safetensors_folder import read_json
-from ..train.config import ConfigError, FinetuneConfig, pick_device
+from ..train.config import ConfigError, FinetuneConfig, parse_size, pick_device
 from .predict import CHECKPOINTING, ERROR, Prediction, predict
-from .report import UNITS, size
+from .report import size
 
 STEP = 64  # tokens; the longest row is found to this
 MOST_ROWS = 1 << 16
@@ -104,18 +103,10 @@ def forecast(
         if number < least:
             raise ConfigError(f"{flag} must be at least {least}; got {number}")
     target = (pick_device(device) if device == "auto" else torch.device(device)).type
-    limit = None if budget is None else parse_size(budget)
+    limit = None if budget is None else parse_size("--budget", budget)
     prediction = predict(config, settings, tokens=tokens, batch=batch, target=target)
     fits = () if limit is None else fitting(config, settings, limit, tokens=tokens, batch=batch, target=target)
     return Forecast(prediction, tokens, batch, target, tuple(fits))
-
-
-def parse_size(text: str) -> int:
-    """Bytes of "24GiB", "24 GB" (both of 1024), "800 MiB" or a plain number."""
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])i?B?|B)?\s*", text, re.IGNORECASE)
-    if found is None or float(found[1]) <= 0:
-        raise ConfigError(f"--budget must be a size such as 24GiB; got {text!r}")
-    return int(float(found[1]) * (1 << UNITS[found[2].upper()] if found[2] else 1))
 
 
 def fitting(

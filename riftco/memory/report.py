@@ -117,9 +117,6 @@ def _lines(rows: list[Row]) -> Iterable[str]:
         yield f"{'':20s}held by {'; '.join(row.owners)}"
 
 
-UNITS = {"K": 10, "M": 20, "G": 30, "T": 40}  # powers of two
-
-
 def size(nbytes: int) -> str:
     for unit, scale in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if nbytes >= 1 << scale:

@@ -34,6 +34,7 @@ CHANGEABLE = frozenset(
         "eval",
         "auto_micro_batch",
         "offload_activations",
+        "offload_budget",
         "step_graph",
         "duty_cycle",
         "metrics",
@@ -83,6 +84,7 @@ class FinetuneConfig:
     stream: bool = False
     auto_micro_batch: bool = False
     offload_activations: bool = False
+    offload_budget: str | None = None
     step_graph: bool = False
     duty_cycle: float = 1.0
     weight_decay: float = 0.0
@@ -147,6 +149,9 @@ class FinetuneConfig:
                 raise ConfigError(f"{flag} needs evaluations: give --eval-every, and --eval or --eval-split")
         if self.eval and self.eval_split:
             raise ConfigError("--eval and --eval-split exclude each other; give one of them")
+        if self.offload_budget is not None and not self.offload_activations:
+            raise ConfigError("--offload-budget needs --offload-activations")
+        _ = self.offload_bytes  # refuses what is no size
         alone = {"chunk": self.chunk, "offload_activations": self.offload_activations, "step_graph": self.step_graph}
         if len(given := [_flag(name) for name, value in alone.items() if value]) > 1:
             raise ConfigError(f"{' and '.join(given)} exclude each other; give one of them")
@@ -186,6 +191,10 @@ class FinetuneConfig:
         if self.method == "qlora":
             return "nf4"
         return "fp32" if self.method == "full" and self.dtype == "auto" else self.dtype
+
+    @property
+    def offload_bytes(self) -> int | None:
+        return None if self.offload_budget is None else parse_size("--offload-budget", self.offload_budget)
 
     @property
     def moments(self) -> str:
@@ -248,6 +257,17 @@ def pick_device(name: str) -> torch.device:
     if not here[device.type]:
         raise ConfigError(f"--device {name}: PyTorch sees no such device on this machine; use --device auto")
     return device
+
+
+UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}  # powers of two
+
+
+def parse_size(flag: str, text: str) -> int:
+    """Bytes of "24GiB", "24 GB" (both of 1024), "800 MiB" or a plain number."""
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT]?)i?B?)?\s*", text, re.IGNORECASE)
+    if found is None or float(found[1]) <= 0:
+        raise ConfigError(f"{flag} must be a size such as 24GiB; got {text!r}")
+    return int(float(found[1]) * (1 << UNITS[(found[2] or "").upper()]))
 
 
 def _flag(name: str) -> str:

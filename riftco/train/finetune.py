@@ -34,7 +34,7 @@ from .config import ConfigError, FinetuneConfig, configured, pick_device
 from .duty import DutyCycle
 from .loop import Trainer
 from .metrics import Evaluation
-from .offload import offload_for
+from .offload import Offload, offload_for
 from .run import ADAPTER, CHECKPOINTS, FORMAT, FULL_WEIGHTS, MODEL, RUN, TOKENIZER, Judged, Reporter, Run
 from .schedule import Schedule
 from .step_graph import StepGraph
@@ -107,7 +107,7 @@ def prepare(given: Mapping[str, Any], *, resume: bool = False, reporter: Reporte
         chunk=config.chunk,
         limiter=DutyCycle(config.duty_cycle) if config.duty_cycle < 1 else None,
         step_graph=StepGraph(model, optimizer, note=reporter.note) if config.step_graph else None,
-        offload=offload_for(model, device, reporter.note) if config.offload_activations else None,
+        offload=_offload(config, model, device, reporter),
     )
     torch.manual_seed(config.seed)
     if saved is not None:
@@ -127,6 +127,12 @@ def prepare(given: Mapping[str, Any], *, resume: bool = False, reporter: Reporte
         before=None if before is None else Evaluation(**before),
         judged=judged,
     )
+
+
+def _offload(config: FinetuneConfig, model: Decoder, device: torch.device, reporter: Reporter) -> Offload | None:
+    if not config.offload_activations:
+        return None
+    return offload_for(model, device, reporter.note, config.offload_bytes)
 
 
 def read_run(output: pathlib.Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..models.held import all_held
+from .step_key import Layout
 
 SMALLEST = 1 << 20  # bytes; below, a copy's latency is more than its memory is worth
 ON_THE_WAY = 2  # tensors that travel at once, each way
@@ -61,7 +61,8 @@ class Offload:
 
     Args:
         model: what it holds is never copied.
-        host_bytes: most bytes on the host at once; None: no limit.
+        host_bytes: most bytes on the host at once; None: no limit. PyTorch's allocator of pinned memory gives powers of
+            two, so that up to twice as much may be taken.
         lanes: how copies are made; None: on a stream of their own for a CUDA device, none on a CPU, where memory is
             the host's already.
 
@@ -91,7 +92,8 @@ class Offload:
                 self.why_not = f"activations on {self.device} are not offloaded: only a CUDA device's memory is apart"
         self._lanes = lanes
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
-        self._held: set[int] = set()
+        self._layout: Layout | None = None
+        self._held: frozenset[int] = frozenset()
         self.offloaded_bytes = self.kept_bytes = self._on_host = self._count = 0
         self._known: dict[tuple[Any, ...], weakref.ref[_Parked]] = {}
         self._order: dict[int, weakref.ref[_Parked]] = {}
@@ -102,7 +104,9 @@ class Offload:
         if self._lanes is not None:
             self.finish()
             self.offloaded_bytes = self.kept_bytes = 0
-            self._held = {t.untyped_storage()._cdata for t in all_held(self.model)}
+            if self._layout is None or not self._layout.same(self.model):
+                self._layout = Layout(self.model)
+            self._held = self._layout.storages
             self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
             self._hooks.__enter__()
         return self
@@ -241,9 +245,11 @@ class CudaLanes:
         torch.cuda.current_stream(self.device).wait_event(point)
 
 
-def offload_for(model: torch.nn.Module, device: torch.device, note: Callable[[str], None]) -> Offload:
+def offload_for(
+    model: torch.nn.Module, device: torch.device, note: Callable[[str], None], host_bytes: int | None = None
+) -> Offload:
     """What --offload-activations asks for; says so where it changes nothing."""
-    made = Offload(model, device)
+    made = Offload(model, device, host_bytes=host_bytes)
     if made.why_not:
         note(made.why_not)
     return made

@@ -8,6 +8,7 @@ is a few launches, all or nothing, and its addresses and step counts are the hos
 from __future__ import annotations
 
 import collections
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
@@ -248,6 +249,7 @@ class CudaCapture:
             with torch.cuda.stream(side):
                 run()  # kernels, handles and workspaces of this stream are there from now on
             current.wait_stream(side)
+            gc.collect()  # a collection while capturing might free what CUDA does not let go of then
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             return CudaGraphed(run, current, side)

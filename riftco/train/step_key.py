@@ -50,11 +50,13 @@ class Layout:
 
     Attributes:
         trainable, frozen, optimizer: fields of StepKey.
+        storages: what the model's tensors lie in, as torch names it.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None):
         held = list(all_held(model))
-        groups = [group["params"] for group in optimizer.param_groups]
+        self.storages = frozenset(t.untyped_storage()._cdata for t in held)
+        groups = [group["params"] for group in _groups(optimizer)]
         self.trainable = tuple(_layout(t) for t in held if t.requires_grad)
         self.frozen = tuple(_layout(t) for t in held if not t.requires_grad)
         places = (tuple(p.data_ptr() for p in group) for group in groups)
@@ -71,9 +73,9 @@ class Layout:
             self._attributes += ((vars(module), name, vars(module)[name]) for name in plain)
         self._groups = [(group, tuple(group)) for group in groups]
 
-    def same(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+    def same(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> bool:
         """Whether everything is where it was."""
-        if model is not self._model or optimizer is not self._of or len(optimizer.param_groups) != len(self._groups):
+        if model is not self._model or optimizer is not self._of or len(_groups(optimizer)) != len(self._groups):
             return False
         return (
             all(_is(inside.values(), before) for inside, before in self._slots)
@@ -81,6 +83,10 @@ class Layout:
             and all(attributes.get(name) is value for attributes, name, value in self._attributes)
             and all(t.data_ptr() == at and t.requires_grad == needs for t, at, needs in self._tensors)
         )
+
+
+def _groups(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
+    return [] if optimizer is None else optimizer.param_groups
 
 
 def _is(values: Any, before: tuple[Any, ...]) -> bool:

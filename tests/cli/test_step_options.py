@@ -4,6 +4,10 @@ import itertools
 import json
 
 import pytest
+import torch
+
+from riftco.train.config import FinetuneConfig
+from riftco.train.offload import offload_for
 
 
 def events(result, kind):
@@ -43,6 +47,18 @@ def test_they_exclude_each_other(riftco, model, chat, tmp_path, pair):
     line = riftco("finetune", "--model", model, "--data", chat, "--output", tmp_path / "x", *flags, code=2).stderr
     assert "exclude each other; give one of them" in line and all(name in line for name in pair)
     assert not (tmp_path / "x").exists()
+
+
+def test_a_budget_of_host_memory_is_a_size_and_needs_what_it_bounds(riftco, model, chat, tmp_path):
+    def refused(*flags):
+        return riftco("finetune", "--model", model, "--data", chat, "--output", tmp_path / "x", *flags, code=2).stderr
+
+    assert "--offload-budget needs --offload-activations" in refused("--offload-budget", "1GiB")
+    line = refused("--offload-activations", "--offload-budget", "plenty")
+    assert "--offload-budget must be a size such as 24GiB; got 'plenty'" in line
+    settings = FinetuneConfig("m", "d", "o", offload_activations=True, offload_budget="1.5MiB")
+    made = offload_for(torch.nn.Linear(2, 2), torch.device("cpu"), lambda text: None, settings.offload_bytes)
+    assert made.host_bytes == 3 << 19
 
 
 def test_train_tiny_takes_it(riftco, tmp_path):

@@ -9,11 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from riftco.memory import fitting, predict
-from riftco.memory.budget import _most, forecast, parse_size
+from riftco.memory.budget import _most, forecast
 from riftco.memory.predict import ERROR, PARTS
 from riftco.memory.step import memory_of
 from riftco.models.config import DecoderConfig
-from riftco.train.config import ConfigError, FinetuneConfig
+from riftco.train.config import ConfigError, FinetuneConfig, parse_size
 
 TINY = dict(
     model_type="llama", vocab_size=2048, hidden_size=128, intermediate_size=352, num_hidden_layers=3,
@@ -175,11 +175,18 @@ def test_the_search(cost, limit):
 
 
 def test_sizes():
-    assert parse_size("24GiB") == parse_size("24 gb") == parse_size("24G") == 24 << 30
-    assert parse_size("1.5MiB") == 3 << 19 and parse_size("1000") == parse_size("1000 B") == 1000
+    for text, want in (
+        ("24GiB", 24 << 30),
+        ("24 gb", 24 << 30),
+        ("24G", 24 << 30),
+        ("1.5MiB", 3 << 19),
+        ("1000", 1000),
+    ):
+        assert parse_size("--budget", text) == want
+    assert parse_size("--budget", "1000 B") == 1000
     for bad in ("", "-1GiB", "24 apples", "0"):
         with pytest.raises(ConfigError, match="--budget must be a size such as 24GiB"):
-            parse_size(bad)
+            parse_size("--budget", bad)
 
 
 def test_the_command(tmp_path):

@@ -104,6 +104,7 @@ def test_two_at_most_stay_while_they_leave_and_none_after_the_forward(deep):
     assert [r() is not None for r in made._lanes.leaving[1:]] == [False] * 5  # x is the caller's
     waits = [i for i, e in enumerate(made._lanes.log) if e[0] == "wait"]
     outs = [i for i, e in enumerate(made._lanes.log) if e[0] == "out"]
+    assert len(waits) == len(outs) == 6
     for n, at in enumerate(waits):  # a tensor is let go of after its own copy, and the newest two are not waited for
         assert made._lanes.log[at] == ("wait", ("left", n))
         assert n + ON_THE_WAY >= len(outs) or outs[n + ON_THE_WAY] < at

@@ -124,6 +124,16 @@ def test_the_buffers_hold_the_new_batch_and_the_new_denominator():
     assert entry is made.step_graph._entry and entry.denominator is kept and float(kept) == 2 * batch.n_labelled
 
 
+def test_a_loss_outlives_the_next_replay():
+    made = trainer()
+    made.run(3)
+    batches = [made.source.next() for _ in range(2)]
+    first = made.step_graph(batches[0], batches[0], 24, made._graph)
+    before = first.clone()
+    second = made.step_graph(batches[1], batches[1], 24, made._graph)
+    assert torch.equal(first, before) and not torch.equal(first, second)
+
+
 def test_micro_batches_that_are_captured_and_eager_ones_accumulate_together():
     """Two of one geometry, then one of another, in each step: the captured one is dropped and made anew each time."""
 
