@@ -193,7 +193,8 @@ def test_a_snapshot_that_lacks_rows_of_the_window_is_refused():
     decoder(ids[:, :38], kv_cache=other)
     other.restore(late, 0)
     want = decoder(ids[:, :5], kv_cache=cache)
-    assert torch.equal(decoder(ids[:, :5], kv_cache=other), want)
+    # 40 rows and 38 are products of two shapes, whose last bits the matmul may choose by how its operands lie
+    torch.testing.assert_close(decoder(ids[:, :5], kv_cache=other), want, rtol=1e-5, atol=1e-5)
     short = KVCache(decoder.config, 1, 64)
     decoder(ids[:, :10], kv_cache=short)
     with pytest.raises(ModelError, match="positions 38 to 40 does not fit slot 0, which ends at 10"):
