@@ -55,6 +55,7 @@ def fresh_folder(folder: str | Path) -> Iterator[Path]:
     try:
         yield fresh
         for written in fresh.iterdir():
+            written.chmod(0o644)  # some writers make files for their owner alone
             with written.open("rb") as f:
                 os.fsync(f.fileno())
         if folder.exists():

@@ -38,7 +38,7 @@ def quantize(model: str, output: str, kind: str, *, tokenizer: bool = True) -> l
     _refuse_used(output, folder=kind.lower() == "nf4")
     source = open_source(model)
     if kind.lower() == "nf4":
-        loaded, _ = load_model(model, weights="nf4", dtype=_stored(source), with_tokenizer=False)
+        loaded, _ = load_model(model, weights="nf4", dtype=_dtype("auto", source), with_tokenizer=False)
         return _folder(loaded, source, output, loaded.dtype, tokenizer, quantised=True)
     return _gguf(_exact(source), source, output, kind.upper(), tokenizer)
 

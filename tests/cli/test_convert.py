@@ -71,6 +71,15 @@ def test_quantize_to_a_bitsandbytes_folder(riftco, folder, tmp_path):
     )
 
 
+def test_what_a_packed_file_leaves_dense_is_bfloat16(riftco, folder, tmp_path):
+    riftco("quantize", "--model", folder, "--type", "q8_0", "--output", tmp_path / "model.gguf")
+    riftco("quantize", "--model", tmp_path / "model.gguf", "--output", tmp_path / "nf4")
+    stored = load_file(tmp_path / "nf4" / "model.safetensors")
+    assert stored["model.embed_tokens.weight"].dtype == torch.bfloat16
+    assert stored["model.layers.0.mlp.up_proj.weight"].dtype == torch.uint8
+    assert all(p.stat().st_mode & 0o777 == 0o644 for p in (tmp_path / "nf4").iterdir())
+
+
 @pytest.mark.parametrize("kind", ["q8_0", "q5_1", "q5_0", "q4_1", "q4_0"])
 def test_quantize_to_gguf(riftco, folder, tmp_path, kind):
     riftco("quantize", "--model", folder, "--type", kind, "--output", tmp_path / "model.gguf")
