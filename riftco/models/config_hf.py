@@ -20,6 +20,17 @@ _THETA = {"smollm3": 2e6, "gemma3_text": 1e6}
 _WINDOW = {"mistral": 4096, "gemma2": 4096, "gemma3_text": 4096}
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 _LOCAL_THETA = 1e4  # of Gemma 3's sliding layers
+# of Gemma 3's text model, where a config with images leaves them out
+_GEMMA3_TEXT = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131072,
+}
+_NULL_COUNTS = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window")  # null there means none
 _SAME_NAME = (  # here and in config.json
     "vocab_size",
     "hidden_size",
@@ -34,9 +45,9 @@ _SAME_NAME = (  # here and in config.json
 
 
 def read(config: Mapping[str, Any]) -> DecoderConfig:
+    if config.get("model_type") == "gemma3":
+        config = _text_part(config)
     arch = config.get("model_type")
-    if arch == "gemma3":
-        raise ModelError("architecture 'gemma3' is the one with images; accepted: its text part, saved as gemma3_text")
     if arch not in ARCHITECTURES:
         raise ModelError(unknown_architecture(arch, ARCHITECTURES))
     get = getter("config.json", config)
@@ -126,6 +137,16 @@ def write(c: DecoderConfig) -> dict[str, Any]:
             "rope_local_base_freq": local.theta,
         }
     return out
+
+
+def _text_part(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the config of a Gemma 3 with images says of its text model, which leaves out what is as in transformers."""
+    given = config.get("text_config")
+    if not isinstance(given, Mapping):
+        raise ModelError(f"config: text_config of gemma3 must be a JSON object; got {given!r}")
+    ids = {name: config.get(name) for name in ("bos_token_id", "eos_token_id")}
+    found = {k: v for k, v in {**ids, **given}.items() if v is not None or k in _NULL_COUNTS}
+    return {**_GEMMA3_TEXT, **found, "model_type": "gemma3_text"}
 
 
 def _whole(value: float) -> int | float:

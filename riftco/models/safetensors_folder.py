@@ -13,6 +13,9 @@ from .config import DecoderConfig
 from .errors import ModelError
 
 _IGNORED = (".rotary_emb.inv_freq",)  # old checkpoints store what the config already says
+# a model with images holds its text model below one of these, and beside it what reads the images
+_TEXT = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
+_IMAGES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
 
 class SafetensorsFolder:
@@ -25,24 +28,37 @@ class SafetensorsFolder:
         config = read_json(folder / "config.json")
         bnb.check_config(config)
         self.config = DecoderConfig.from_hf(config)
+        with_images = config.get("model_type") == "gemma3"
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._file_of: dict[str, Any] = {}
+        self._stored: dict[str, tuple[Any, str]] = {}  # a tensor's file, and its name there
         for file in _weight_files(folder):
             try:
                 opened = safe_open(file, framework="pt", device="cpu")
                 names = list(opened.keys())
-                for name in names:
-                    if name in self._file_of:
-                        raise ModelError(f"{folder}: tensor {name} is in two files")
-                    if not name.endswith(_IGNORED):
-                        self._file_of[name] = opened
-                        self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+                for stored in names:
+                    name = _in_text_model(stored) if with_images else stored
+                    if name in self._stored:
+                        raise ModelError(f"{folder}: tensor {stored} is in two files")
+                    if name is not None and not name.endswith(_IGNORED):
+                        self._stored[name] = opened, stored
+                        self.shapes[name] = tuple(opened.get_slice(stored).get_shape())
             except (SafetensorError, OSError) as why:
                 raise ModelError(f"{file}: not a readable safetensors file, perhaps cut short ({why})") from why
 
     def tensor(self, name: str) -> Tensor:
         """The tensor as stored, on the CPU."""
-        return self._file_of[name].get_tensor(name)
+        opened, stored = self._stored[name]
+        return opened.get_tensor(stored)
+
+
+def _in_text_model(name: str) -> str | None:
+    """The name of a tensor of a model with images in its text model; None for what reads the images."""
+    if name.startswith(_IMAGES):
+        return None
+    for prefix, own in _TEXT.items():
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return name
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -218,10 +218,13 @@ def test_int32_ids_and_given_positions():
     assert (spread - want).abs().max() > 0.05
 
 
-@pytest.mark.parametrize("mode", ["disabled", "block", "selective"])
-def test_a_packed_loss_compiles_as_one_graph(mode):
-    decoder = from_transformers(hf_model("qwen3"), activation_checkpointing=mode)
-    weight = decoder.model.layers[0].mlp.up_proj.weight
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [("qwen3", "disabled"), ("qwen3", "block"), ("gemma3", "selective"), ("phi3-longrope", "disabled")],
+)
+def test_a_packed_loss_compiles_as_one_graph(family, mode):
+    decoder = from_transformers(hf_model(family), activation_checkpointing=mode)
+    weight = decoder.model.layers[0].mlp.down_proj.weight
     ids, cu = torch.randint(0, 160, (40,)), torch.tensor([0, 10, 40], dtype=torch.int32)
     want = decoder.loss(ids, ids.roll(-1), cu_seqlens=cu)
     compiled = torch.compile(decoder.loss, fullgraph=True, backend="aot_eager")

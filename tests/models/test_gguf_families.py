@@ -155,3 +155,11 @@ def test_packed_modules_move_cast_and_save(tmp_path):
     assert missing == ["weight", "weight.ggml_type"]
     with pytest.raises(RuntimeError, match="weight: GGUFWeight: a Q8_0 weight"):
         short.load_state_dict(embedding.state_dict())
+
+
+@pytest.mark.gpu
+def test_a_gpu_holds_packed_weights(tmp_path):
+    path, _ = written(tmp_path, "gemma3", "Q4_0", everywhere=True)
+    there = load(path, weights="packed", dtype=torch.float32, device="cuda")
+    assert there.model.embed_tokens.weight.device.type == there.lm_head.weight.device.type == "cuda"
+    close(there(IDS.cuda()).cpu(), load(path, weights="packed")(IDS))

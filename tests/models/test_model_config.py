@@ -70,7 +70,7 @@ def test_transformers_4_spelling_means_the_same():
             {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 7}},
             "rope long_factor must hold 8 numbers",
         ),
-        ({"model_type": "gemma3"}, "architecture 'gemma3' is the one with images; accepted: its text part"),
+        ({"model_type": "gemma3"}, "text_config of gemma3 must be a JSON object; got None"),
         ({"model_type": "gemma2", "hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
         ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"model_type": "gemma2", "final_logit_softcapping": "x"}, "final_softcap must be a number from 0 on; got 'x'"),
