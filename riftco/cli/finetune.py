@@ -79,7 +79,9 @@ def finetune(
     weight_decay: Annotated[float | None, Opt("--weight-decay", help="Decoupled weight decay [0].")] = None,
     gradient_clip: Annotated[float | None, Opt("--gradient-clip", help="Largest global gradient norm [1].")] = None,
     seed: Annotated[int | None, Opt("--seed", help="Of the order, the adapter and dropout [0].")] = None,
-    device: Annotated[str | None, Opt("--device", help="auto (default), cpu, cuda, cuda:N or mps.")] = None,
+    device: Annotated[
+        str | None, Opt("--device", "--backend", help="auto (default), cpu, cuda, cuda:N, mps (or metal) or tpu.")
+    ] = None,
     dtype: Annotated[str | None, Opt("--dtype", help="auto (default), fp32 or bf16.")] = None,
     weights: Annotated[
         str | None,

@@ -14,7 +14,7 @@ Dtype = Annotated[
     str, typer.Option("--dtype", help="Of what is written: fp32, bf16, fp16; auto: as the model is stored.")
 ]
 WithTokenizer = Annotated[bool, typer.Option(help="Write the tokenizer, too.")]
-Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:N or mps.")]
+Device = Annotated[str, typer.Option("--device", "--backend", help="auto, cpu, cuda, cuda:N, mps (or metal) or tpu.")]
 Weights = Annotated[
     str,
     typer.Option(

@@ -1,6 +1,7 @@
 """Chat and token files to packed batches: reading, rendering, order, packing."""
 
 from .batch import IGNORE, Batch, pack
+from .buckets import Buckets
 from .chat import Dataset, Example, Message, load_examples, parse_record, render
 from .errors import DataError
 from .geometry import Geometry
@@ -15,6 +16,7 @@ from .tokens import TokenArrays, TokenLoader, load_tokens
 __all__ = [
     "IGNORE",
     "Batch",
+    "Buckets",
     "DataError",
     "Dataset",
     "Example",

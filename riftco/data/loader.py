@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 
@@ -38,6 +39,12 @@ class Loader:
         self.epoch, self.position = 0, 0
         self._lengths = [len(e) - 1 for e in examples]
         self._rows = self._epoch(0)
+
+    @property
+    def most_documents(self) -> int:
+        """No micro-batch has more."""
+        sums = itertools.accumulate(sorted(self._lengths))
+        return max(1, sum(total <= self.tokens for total in sums))
 
     def _epoch(self, epoch: int) -> list[list[int]]:
         rng = random.Random(f"{self.seed}/{epoch}")

@@ -6,6 +6,7 @@ D head size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from .. import tpu
 from ..functional import attention, describe_head, geglu, recomputed, rope, sliced_head_loss, swiglu
 from ..nn import Embedding, RMSNorm, linear_group
 from .config import DecoderConfig
@@ -213,6 +215,19 @@ class Decoder(nn.Module):
             if isinstance(module, Attention):
                 module.impl = value
 
+    def _apply(self, fn, recurse=True):
+        """Parameters that modules share stay shared: on XLA they are not changed in place but replaced, one by one."""
+        places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for module in self.modules():
+            for name, p in module._parameters.items():
+                if p is not None:
+                    places.setdefault(p, []).append((module, name))
+        super()._apply(fn, recurse)
+        for (first, named), *others in places.values():
+            for module, name in others:
+                module._parameters[name] = first._parameters[named]
+        return self
+
     @property
     def device(self) -> torch.device:
         return self._unpacked.device
@@ -305,12 +320,18 @@ class Decoder(nn.Module):
         mode = checkpointing or (self.activation_checkpointing if cache is None else "disabled")
         mode = mode if torch.is_grad_enabled() else "disabled"
         more: dict[str, Any] = {"context_fn": _keep_attention} if mode == "selective" else {}
+        replayed: Callable = checkpoint
+        if mode != "disabled" and x.device.type == tpu.DEVICE_TYPE:
+            if mode == "selective":
+                raise ModelError("activation_checkpointing='selective' is not made for tpu; use 'block' or 'disabled'")
+            replayed, more = tpu.checkpoint, {}
+            x = x if x.requires_grad else x.detach().requires_grad_()
         for i, layer in enumerate(self.model.layers):
             turn = local if i in self.config.sliding_layers else rotation
             if mode == "disabled":
                 x = layer(x, turn, packing, cache)
             else:
-                x = checkpoint(layer, x, turn, packing, cache, use_reentrant=False, **more)
+                x = replayed(layer, x, turn, packing, cache, use_reentrant=False, **more)
         return self.model.norm(x)
 
     def loss(
@@ -382,8 +403,13 @@ def _of_documents(
 ) -> tuple[Tensor, Tensor | None]:
     """Positions of packed tokens, from 0 in each document unless given; and the length of each token's document, where
     the rotation depends on it."""
+    if positions is not None and switches_at is None:
+        return positions, None
     rows = torch.arange(input_ids.shape[-1], device=input_ids.device, dtype=cu_seqlens.dtype)
-    of = torch.searchsorted(cu_seqlens, rows, right=True) - 1
+    if rows.device.type == tpu.DEVICE_TYPE:  # by counting starts: torch_xla leaves searchsorted to the CPU
+        of = (cu_seqlens <= rows.unsqueeze(-1)).sum(-1) - 1
+    else:
+        of = torch.searchsorted(cu_seqlens, rows, right=True) - 1
     if positions is None:
         positions = rows - cu_seqlens[of]
     if switches_at is None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import tpu
 from .decoder import Decoder, too_long
 from .errors import ModelError
 from .kv_cache import KVCache
@@ -67,6 +68,8 @@ def generate_tokens(
     """Yield new token ids; options as in `generate`, checked at once. A stop id ends it and is not yielded."""
     if not prompt_ids:
         raise ModelError("the prompt is empty; accepted: at least one token")
+    if model.device.type == tpu.DEVICE_TYPE:
+        raise ModelError("generation is not made for tpu; load the model on cpu to generate")
     if max_new_tokens < 1:
         raise ModelError(f"max_new_tokens must be at least 1; got {max_new_tokens}")
     if not temperature >= 0:

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from .. import tpu
 from ..nn import GGUFEmbedding, GGUFLinear, NF4Linear
 from . import bnb, tokenizer
 from .config import DecoderConfig
@@ -102,15 +103,16 @@ def load_model(
             f"{source.path}: its tokenizer has {text.vocabulary_size} tokens, its embedding {source.config.vocab_size}"
         )
     dtype = WEIGHTS.get(weights) or dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    place = tpu.made_on(device)
     model = build(
         source,
         dtype,
-        device,
+        place,
         nf4=weights == "nf4" and not as_stored,  # what a 4-bit checkpoint left dense stays so
         packed=weights == "packed",
         activation_checkpointing=activation_checkpointing,
     )
-    return model, text
+    return model if place == device else model.to(device), text
 
 
 def load_tokenizer(

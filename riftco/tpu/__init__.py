@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 DEVICE_TYPE = "xla"
+NAMES = ("tpu", "xla")  # what users may call it
 
 
 def why_not() -> str:
@@ -23,8 +24,8 @@ def why_not() -> str:
     if importlib.util.find_spec("torch_xla"):
         return ""
     return (
-        f"torch_xla is not installed beside torch {torch.__version__}; torch_xla 2.9 needs torch 2.9 and so an "
-        "environment of its own, which `make tpu-env` makes"
+        f"torch_xla is not installed beside torch {torch.__version__}; install torch==2.9.1 and torch_xla==2.9.0 in an "
+        "environment of their own, as `make tpu-env` does"
     )
 
 
@@ -37,6 +38,37 @@ def device() -> torch.device:
     if reason := why_not():
         raise RuntimeError(f"no TPU: {reason}")
     return importlib.import_module("torch_xla").device()
+
+
+def read(*scalars: Tensor) -> list[float]:
+    """Run what has been recorded as one graph, and fetch these numbers in one transfer."""
+    values = torch.stack([s.detach().reshape(()).float() for s in scalars])
+    importlib.import_module("torch_xla").sync()
+    return values.cpu().tolist()
+
+
+def checkpoint(layer: Callable, *args, use_reentrant: bool = False):
+    """torch.utils.checkpoint for XLA: torch_xla's own, which keeps the compiler from merging both runs of the layer.
+
+    It is re-entrant, whatever is asked for: one of `args` must require a gradient.
+    """
+    return importlib.import_module("torch_xla.utils.checkpoint").checkpoint(layer, *args, use_reentrant=True)
+
+
+def rng_state() -> Tensor:
+    """The state of the device's generator."""
+    state = importlib.import_module("torch_xla.core.xla_model").get_rng_state()  # unsigned
+    return torch.tensor([state - (1 << 64) if state >> 63 else state])
+
+
+def set_rng_state(state: Tensor) -> None:
+    importlib.import_module("torch_xla.core.xla_model").set_rng_state(int(state) % (1 << 64))
+
+
+def made_on(device: torch.device) -> torch.device:
+    """Where to make what `device` will hold: on XLA each random draw and each quantisation would be a program of its
+    own, and another generator would draw."""
+    return torch.device("cpu") if device.type == DEVICE_TYPE else device
 
 
 def functionalized(launcher: Callable) -> Callable:

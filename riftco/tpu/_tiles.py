@@ -49,11 +49,6 @@ def put(t: Tensor, i: Index, value: Tensor) -> Tensor:
     return value.unsqueeze(0) if len(t) == 1 else t.index_copy(0, index, value.unsqueeze(0))
 
 
-def starts_before(cu: Tensor, row: Tensor) -> Tensor:
-    """spec.starts_before by counting starts: torch_xla leaves searchsorted to the CPU."""
-    return (cu <= row.unsqueeze(-1)).sum(-1) - 1
-
-
 class Tiles:
     def __init__(
         self, q, k, cu_q, cu_k, k_lens, bias, seed, scale, left, right, softcap, dropout_p, rows: int, keys: int
@@ -69,7 +64,7 @@ class Tiles:
         self.acc = torch.promote_types(q.dtype, torch.float32)
         self.bias, self.seed, self.softcap, self.dropout_p = bias, seed, softcap, dropout_p
         self.scale = spec.softmax_scale(q, scale)
-        lo, hi = spec.key_range(self.T, self.S, cu_q, cu_k, k_lens, left, right, self.device, starts_before)
+        lo, hi = spec.key_range(self.T, self.S, cu_q, cu_k, k_lens, left, right, self.device)
         self.lo, self.hi = (self._ranges(t) for t in (lo, hi))
         # what shapes and the window tell about the keys of row i: from i + first on, and before i + last
         own = cu_q is not None and cu_k is None and self.T == self.S  # a document's rows are its keys

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention import spec
-from ._tiles import Index, State, Tiles, at, loop, put, starts_before
+from ._tiles import Index, State, Tiles, at, loop, put
 
 ROWS = KEYS = 512  # of a tile
 LOWEST = torch.finfo(torch.float32).min  # of a maximum: -inf - LOWEST stays -inf
@@ -86,7 +86,7 @@ def backward(
     row_delta = tiles.row_values(delta)
     exponent = q.new_empty(0, dtype=torch.int32)
     if q.dtype == torch.float16:
-        exponent = spec.dout_exponent(d_out, cu_q, starts_before)
+        exponent = spec.dout_exponent(d_out, cu_q)
     return (
         tiles.rows(state["d_q"]).to(q.dtype) if need_q else q.new_empty(0),
         tiles.keys(state["d_k"], kv_grad_start).to(k.dtype) if need_k else k.new_empty(0),

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .. import tpu
 from ..adapters import AdapterError, LoraSpec
 from ..models.decoder import ATTENTION
 from .schedule import KINDS
@@ -239,21 +240,28 @@ def configured(given: Mapping[str, Any], stored: Mapping[str, Any] | None = None
     return replace(before, **asked)
 
 
+PLACES = "auto, cpu, cuda, cuda:N, mps (or metal), tpu"
+
+
 def pick_device(name: str) -> torch.device:
     """ "auto": a CUDA GPU where there is one, else the CPU. Any other name must be a device that is here."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name in tpu.NAMES:
+        if reason := tpu.why_not():
+            raise ConfigError(f"--device {name}: {reason}, or use cpu")
+        return tpu.device()
     try:
-        device = torch.device(name)
+        device = torch.device("mps" if name == "metal" else name)
     except RuntimeError:
-        raise ConfigError(f"--device {name!r} is not known; accepted: auto, cpu, cuda, cuda:N, mps") from None
+        raise ConfigError(f"--device {name!r} is not known; accepted: {PLACES}") from None
     here = {
         "cpu": True,
         "cuda": torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count(),
         "mps": torch.backends.mps.is_available(),
     }
     if device.type not in here:
-        raise ConfigError(f"--device {name!r} is not supported here; accepted: auto, cpu, cuda, cuda:N, mps")
+        raise ConfigError(f"--device {name!r} is not supported here; accepted: {PLACES}")
     if not here[device.type]:
         raise ConfigError(f"--device {name}: PyTorch sees no such device on this machine; use --device auto")
     return device

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..data import Batch
+from .. import tpu
+from ..data import Batch, Buckets
 from ..functional import cross_entropy
 from .metrics import Evaluation
 
@@ -25,30 +26,44 @@ def evaluate(model, batches: Iterable[Batch], device: torch.device | str = "cpu"
     Logits exist for labelled rows only, at most 32 MiB of them at once.
     """
     training = model.training
-    float64 = "cpu" if torch.device(device).type == "mps" else device  # Metal has no float64
+    on_tpu = torch.device(device).type == tpu.DEVICE_TYPE
+    # Metal and TPUs have no float64; the latter's sums of a batch travel to the host
+    float64 = "cpu" if on_tpu or torch.device(device).type == "mps" else device
     loss = torch.zeros((), dtype=torch.float64, device=float64)
-    right = torch.zeros((), dtype=torch.int64, device=device)
-    tokens = 0
+    right = torch.zeros((), dtype=torch.int64, device="cpu" if on_tpu else device)
+    tokens, buckets = 0, Buckets()
     model.eval()
     try:
         with torch.no_grad():
             for batch in batches:
-                there = batch.to(device)
+                there = (buckets(batch) if on_tpu else batch).to(device)
                 hidden = model.hidden(
                     there.input_ids,
                     positions=there.positions,
                     cu_seqlens=there.cu_seqlens,
                     max_seqlen=there.max_seqlen,
                 )
-                rows = (batch.target >= 0).nonzero().squeeze(-1).to(device)
-                for some in rows.split(_rows_at_once(model)):
+                if on_tpu:  # every row, as the number of labels would be part of the graph
+                    pieces: Iterable = _slices(len(there.target), _rows_at_once(model))
+                else:
+                    pieces = (batch.target >= 0).nonzero().squeeze(-1).to(device).split(_rows_at_once(model))
+                sums = []
+                for some in pieces:
                     logits = model.logits(hidden[some])
                     target = there.target[some]
                     weight = None if there.row_weight is None else there.row_weight[some]
                     total = cross_entropy(logits, target, row_weight=weight, reduction="sum")
                     assert isinstance(total, Tensor)  # a pair only with return_lse
-                    loss += total.to(loss.device).double()
-                    right += (logits.argmax(-1) == target).sum()
+                    hits = (logits.argmax(-1) == target).sum()
+                    if on_tpu:
+                        sums += [total, hits]
+                    else:
+                        loss += total.to(loss.device).double()
+                        right += hits
+                if on_tpu:
+                    values = tpu.read(*sums)
+                    loss += sum(values[::2])
+                    right += int(sum(values[1::2]))
                 tokens += batch.n_labelled
     finally:
         model.train(training)
@@ -61,6 +76,10 @@ def evaluate(model, batches: Iterable[Batch], device: torch.device | str = "cpu"
         accuracy=int(right) / tokens,
         tokens=tokens,
     )
+
+
+def _slices(count: int, step: int) -> list[slice]:
+    return [slice(lo, min(lo + step, count)) for lo in range(0, count, step)]
 
 
 def _rows_at_once(model) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from .. import __version__
+from .. import __version__, tpu
 from ..adapters import LoraSpec, apply_lora, load_adapter, shared_where_tied
 from ..data import DataError, Dataset, Example, Loader, StreamLoader, TokenLoader, load_examples, load_tokens
 from ..data.tokens import SUFFIXES
@@ -94,7 +94,7 @@ def prepare(given: Mapping[str, Any], *, resume: bool = False, reporter: Reporte
         lr=config.rate,
         weight_decay=config.weight_decay,
         gradient_clip=config.gradient_clip,
-        state=config.moments,
+        state="contiguous" if device.type == tpu.DEVICE_TYPE and config.optimizer_state == "auto" else config.moments,
     )
     trainer = Trainer(
         model,
@@ -282,11 +282,14 @@ def _schedule(config: FinetuneConfig, loader: Loader | StreamLoader | TokenLoade
 
 def _model(config: FinetuneConfig, device: torch.device, saved) -> tuple[Decoder, LoraSpec | None]:
     dtype = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype]
+    weights = config.held
+    if device.type == tpu.DEVICE_TYPE and config.dtype == "auto":  # made on the CPU, whose default is another
+        weights, dtype = "bf16" if weights == "auto" else weights, torch.bfloat16
     model, _ = load_model(
         config.model,
-        weights=config.held,
-        dtype=dtype if config.held in ("nf4", "packed") else None,
-        device=device,
+        weights=weights,
+        dtype=dtype if weights in ("nf4", "packed") else None,
+        device=tpu.made_on(device),
         activation_checkpointing=config.activation_checkpointing,
         with_tokenizer=False,
     )
@@ -294,7 +297,7 @@ def _model(config: FinetuneConfig, device: torch.device, saved) -> tuple[Decoder
     if config.method == "full":
         if saved is not None:
             model.load_state_dict(load_file(saved.folder / FULL_WEIGHTS), strict=False)
-        return model, None
+        return model.to(device), None
     spec = config.lora_spec()
     if saved is not None:
         spec = load_adapter(model, saved.folder)
@@ -305,7 +308,7 @@ def _model(config: FinetuneConfig, device: torch.device, saved) -> tuple[Decoder
         describe_head(model.lm_head)
     except ValueError as refused:
         raise ConfigError(f"--target-modules: {refused}") from None
-    return model, spec
+    return model.to(device), spec
 
 
 def _digest(path: str) -> str:

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..data import Batch, RowPlan, Staging
+from .. import tpu
+from ..data import Batch, Buckets, RowPlan, Staging
 from .chunked import walk_batch
 from .duty import DutyCycle
 from .failures import OutOfMemory, StepAbandoned, TrainerPoisoned, device_failed, diagnostic, out_of_memory
@@ -110,7 +111,11 @@ class Trainer:
         self.sinks, self.on_progress = tuple(sinks), on_progress
         self.auto_micro_batch, self.limiter, self.chunk = auto_micro_batch, limiter, chunk
         self.step_graph, self.offload = step_graph, offload
+        self._on_tpu = self.device.type == tpu.DEVICE_TYPE
+        if self._on_tpu and chunk is not None:
+            raise ValueError(f"chunk={chunk} is not made for {tpu.NAMES[0]}, whose steps are one graph; leave it out")
         self._staging = Staging(self.device) if self.device.type == "cuda" else None
+        self._buckets = Buckets.of(source) if self._on_tpu else None
         self.step, self.halvings = 0, 0
         self.abandoned: list[str] = []
         self._poison = ""
@@ -159,9 +164,9 @@ class Trainer:
                 self._restore(data, random)
                 return None, False
             plan, loss = computed
-            norm, clip_scale = self._commit(loss, data, random)
+            mean, norm, clip_scale = self._commit(loss, data, random)
             committed = True
-            metric = self._metric(plan, float(loss), norm, clip_scale, started, data)
+            metric = self._metric(plan, mean, norm, clip_scale, started, data)
             for sink in self.sinks:
                 sink(metric)
             goes_on = self._tell(len(plan.physical), plan)
@@ -209,6 +214,7 @@ class Trainer:
         if self.limiter is not None:
             self.limiter.wait()
         started = time.perf_counter()
+        batch = batch if self._buckets is None else self._buckets(batch)
         there = batch.to(self.device) if self._staging is None else self._staging(batch)
         loss = self._loss(batch, there, plan)
         if self.limiter is not None:
@@ -225,7 +231,10 @@ class Trainer:
             return walk_batch(self.model, batch, there, self.chunk, plan.denominator)
         if self.step_graph is not None:
             return self.step_graph(batch, there, plan.denominator, self._graph)
-        return self._graph(there, plan.denominator)
+        denominator: int | Tensor = plan.denominator
+        if self._on_tpu:  # a number would become part of the graph
+            denominator = torch.tensor(float(denominator)).to(self.device)
+        return self._graph(there, denominator)
 
     def _graph(self, there: Batch, denominator: int | Tensor) -> Tensor:
         """Forward and backward as one graph of autograd."""
@@ -243,7 +252,9 @@ class Trainer:
                     row_weight=there.row_weight,
                     denominator=denominator,
                 )
-        loss.backward()
+        # on XLA, what another thread has not let go of yet would be part of the step's graph
+        with torch.autograd.set_multithreading_enabled(not self._on_tpu):
+            loss.backward()
         return loss.detach().float()
 
     @contextlib.contextmanager
@@ -271,29 +282,32 @@ class Trainer:
         self.abandoned.append(why)
         return StepAbandoned(why, past_batch=not memory)
 
-    def _commit(self, loss: Tensor, data: Mapping[str, Any], random: Mapping[str, Tensor]) -> tuple[float, float]:
-        """Clip and Adam, all or nothing. A gradient that is not finite leaves everything as it was."""
+    def _commit(self, loss: Tensor, data: Mapping[str, Any], random: Mapping[str, Tensor]) -> tuple[float, ...]:
+        """Clip and Adam, all or nothing: (loss, norm, clip scale). A gradient that is not finite leaves everything as
+        it was."""
         lr = self.schedule.at(self.step + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         writes = Writes()
         try:
-            with writes:
-                norm, clip_scale = self.optimizer.step()
-            norm, clip_scale = float(norm), float(clip_scale)
+            # a dispatch mode cannot watch XLA's tensors: there every fault in the optimizer counts as one in writing
+            writes.begun = self._on_tpu
+            with contextlib.nullcontext() if self._on_tpu else writes:
+                results = loss, *self.optimizer.step()
+            mean, norm, clip_scale = tpu.read(*results) if self._on_tpu else map(float, results)
         except BaseException as error:  # an interrupt inside the commit leaves parameters as doubtful as a fault
             if isinstance(error, Exception) and out_of_memory(error) and not writes.begun:  # clipping, or its buffers
                 raise self._abandoned(error, data, random, memory=True) from error
             raise self._poisoned(error, data) from error
         if not math.isfinite(norm):
             why = (
-                f"step {self.step + 1} abandoned: the gradient is not finite (loss {float(loss):g}, norm {norm:g}); "
+                f"step {self.step + 1} abandoned: the gradient is not finite (loss {mean:g}, norm {norm:g}); "
                 "parameters are unchanged; lower the learning rate or look at this batch"
             )
             self.abandoned.append(why)
             raise StepAbandoned(why)
         self.step += 1
-        return norm, clip_scale
+        return mean, norm, clip_scale
 
     def _metric(self, plan: RowPlan, loss, norm, clip_scale, started, data) -> TrainingMetric:
         physical = plan.physical_tokens

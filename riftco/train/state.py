@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .. import tpu
+
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
     """The state of torch's generators that a step draws from (dropout)."""
@@ -17,6 +19,8 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
         states["cuda"] = torch.cuda.get_rng_state(device)
     elif device.type == "mps":
         states["mps"] = torch.mps.get_rng_state()
+    elif device.type == tpu.DEVICE_TYPE:
+        states["tpu"] = tpu.rng_state()
     return states
 
 
@@ -26,6 +30,8 @@ def set_random_state(states: Mapping[str, Tensor], device: torch.device) -> None
         torch.cuda.set_rng_state(states["cuda"], device)
     elif device.type == "mps" and "mps" in states:
         torch.mps.set_rng_state(states["mps"])
+    elif device.type == tpu.DEVICE_TYPE and "tpu" in states:
+        tpu.set_rng_state(states["tpu"])
 
 
 def flatten_optimizer(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:

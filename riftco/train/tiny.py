@@ -6,7 +6,6 @@ It shows that everything is wired; what it learns is that one text.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import pathlib
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from .. import tpu
 from ..adapters import LoraSpec, apply_lora, save_adapter
 from ..data import TokenArrays, TokenLoader
 from ..models import Decoder, DecoderConfig, save_hf
@@ -29,11 +29,10 @@ from .run import Reporter
 from .schedule import Schedule
 from .step_graph import StepGraph
 
-BACKENDS = {"cpu": "cpu", "cuda": "cuda", "metal": "mps", "tpu": "xla"}
+BACKENDS = {"cpu": "cpu", "cuda": "cuda", "metal": "mps", "tpu": tpu.DEVICE_TYPE}
 REMEDY = {
     "cuda": "PyTorch sees no CUDA device here; install a CUDA build of PyTorch and look at nvidia-smi, or use cpu",
     "metal": "PyTorch sees no Metal device here; run it on Apple silicon, or use cpu",
-    "tpu": "torch_xla is not installed here; install it beside a PyTorch of the same version, or use cpu",
 }
 NOT_VALIDATED = ("metal", "tpu")
 CONTEXT, ROWS = 32, 8
@@ -88,28 +87,17 @@ def device_of(backend: str) -> torch.device:
         "cpu": True,
         "cuda": torch.cuda.is_available(),
         "metal": torch.backends.mps.is_available(),
-        "tpu": importlib.util.find_spec("torch_xla") is not None,
+        "tpu": not tpu.why_not(),
     }
     if not here[backend]:
-        raise ConfigError(f"--backend {backend}: {REMEDY[backend]}")
-    if backend == "tpu":
-        return importlib.import_module("torch_xla").device()
-    return torch.device(BACKENDS[backend])
+        remedy = f"{tpu.why_not()}, or use cpu" if backend == "tpu" else REMEDY[backend]
+        raise ConfigError(f"--backend {backend}: {remedy}")
+    return tpu.device() if backend == "tpu" else torch.device(BACKENDS[backend])
 
 
 def tiny_config() -> DecoderConfig:
     """What is saved; no option of a run appears in it."""
     return DecoderConfig("llama", 256, 64, 128, 2, 4, 2, 16, CONTEXT, Rope(16, 1e4), tie_word_embeddings=True)
-
-
-class ClippedAdamW(torch.optim.AdamW):
-    """For XLA, which riftco's Adam refuses: torch's, with the norm and the clip scale of the step."""
-
-    def step(self, closure=None):
-        params = [p for group in self.param_groups for p in group["params"]]
-        norm = torch.nn.utils.clip_grad_norm_(params, 1.0)
-        super().step(closure)
-        return norm, (1.0 / norm).clamp(max=1.0)
 
 
 def train_tiny(run: TinyRun, reporter: Reporter | None = None) -> TinyResult:
@@ -131,11 +119,7 @@ def train_tiny(run: TinyRun, reporter: Reporter | None = None) -> TinyResult:
     trained = [p for p in model.parameters() if p.requires_grad]
     schedule = Schedule(RATE[run.method], run.steps, "wsd", warmup=min(10, run.steps))
     metrics: list[TrainingMetric] = []
-    optimizer: torch.optim.Optimizer
-    if run.backend == "tpu":
-        optimizer = ClippedAdamW(trained, lr=schedule.lr, weight_decay=0.0)
-    else:
-        optimizer = Adam(trained, lr=schedule.lr, gradient_clip=1.0)
+    optimizer = Adam(trained, lr=schedule.lr, gradient_clip=1.0)
     graph = StepGraph(model, optimizer, note=reporter.note) if run.step_graph else None
     sinks = (metrics.append, reporter.metric)
     trainer = Trainer(model, optimizer, source, schedule, device=device, sinks=sinks, step_graph=graph)
@@ -169,10 +153,10 @@ def _model(run: TinyRun, device: torch.device) -> tuple[Decoder, LoraSpec | None
             if isinstance(module, torch.nn.Linear) and path.startswith("model.layers."):
                 parent, _, name = path.rpartition(".")
                 setattr(model.get_submodule(parent), name, NF4Linear.from_linear(module))
-    model = model.to(device)
+    model = model.to(tpu.made_on(device))
     spec = LoraSpec(rank=16, alpha=32)
     apply_lora(model, spec, seed=run.model_seed)
-    return model, spec
+    return model.to(device), spec
 
 
 def _save(model: Decoder, spec: LoraSpec | None, output: str | os.PathLike[str]) -> None:

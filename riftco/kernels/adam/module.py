@@ -202,11 +202,13 @@ class Adam(torch.optim.Optimizer):
         """State of those parameters that have none."""
         fresh = [p for p in params if not self.state[p]]
         for p in fresh:
-            self.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+            # on XLA zeros that are made there would be part of the first step's graph, and no other's
+            like = torch.empty(p.shape) if p.device.type == "xla" else p
+            self.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=like.device).to(p.device)
             if self.form == "contiguous":
                 for name in MOMENTS:
-                    acc = _accumulation(p)
-                    self.state[p][name] = torch.zeros_like(p, dtype=acc, memory_format=torch.preserve_format)
+                    zeros = torch.zeros_like(like, dtype=_accumulation(p), memory_format=torch.preserve_format)
+                    self.state[p][name] = zeros.to(p.device)
         if self.form != "contiguous":
             for pool in dict.fromkeys(self._pool(p) for p in fresh):
                 some = [p for p in fresh if self._pool(p) is pool]

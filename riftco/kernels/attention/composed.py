@@ -1,13 +1,13 @@
 """Attention composed of PyTorch's own operations, tile by tile: for devices without a kernel, and where a kernel fails.
 
-No T x S matrix, no value read back to the host, no branch on one: the same operations run whatever the tensors hold,
-so that XLA compiles them into one graph. Scores of a tile [B, H, rows, keys] are float32. One pass over the tiles makes
-all gradients. Tiles that no row can see, as far as T, S and the window tell, are left out.
+No T x S matrix, no value read back to the host, no branch on one: the same operations run whatever the tensors hold.
+Scores of a tile [B, H, rows, keys] are float32. One pass over the tiles makes all gradients. Tiles that no row can see,
+as far as T, S and the window tell, are left out.
 
 Dimensions as in spec.py; G = H // K; the heads of a group are rows of one matmul.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,11 +20,10 @@ LOWEST = torch.finfo(torch.float32).min  # of a maximum: -inf - LOWEST stays -in
 
 @dataclass(frozen=True)
 class Tiles:
-    """rows and keys of a tile (rows 0: all of them); document_of: which document a row is in."""
+    """rows and keys of a tile."""
 
     rows: int = 512
     keys: int = 4096
-    document_of: Callable[[Tensor, Tensor], Tensor] = spec.starts_before
 
 
 SCORES = 1 << 25  # of a tile, all sequences and heads: a handful of buffers of 128 MiB live at a time
@@ -122,7 +121,7 @@ def backward(
     delta = problem.unpacked(torch.cat(deltas, -1))
     exponent = q.new_empty(0, dtype=torch.int32)
     if q.dtype == torch.float16:
-        exponent = spec.dout_exponent(d_out, cu_q, problem.tiles.document_of)
+        exponent = spec.dout_exponent(d_out, cu_q)
     return (
         problem.unpacked(torch.cat(d_qs, 1)).to(q.dtype) if need_q else q.new_empty(0),
         k.new_empty(0) if sum_k is None else problem.unpacked(sum_k.transpose(1, 2)).to(k.dtype),
@@ -144,9 +143,7 @@ class _Problem:
         self.bias, self.seed, self.softcap, self.dropout_p = bias, seed, softcap, dropout_p
         self.scale, self.tiles = spec.softmax_scale(q, scale), tiles
         self.bounds = sorted({*range(0, self.S, tiles.keys), min(max(cut, 0), self.S), self.S})
-        self.lo, self.hi = spec.key_range(
-            self.T, self.S, cu_q, cu_k, k_lens, left, right, self.device, tiles.document_of
-        )
+        self.lo, self.hi = spec.key_range(self.T, self.S, cu_q, cu_k, k_lens, left, right, self.device)
         # what T, S and the window tell about where the keys of row i lie: from i + first on, and before i + last
         dense = cu_q is None
         self.first = self.S - self.T - left if dense and k_lens is None and left is not None else None
@@ -165,9 +162,8 @@ class _Problem:
         return (row >= cu[0]) & (row < cu[-1])
 
     def row_tiles(self) -> Iterator[slice]:
-        step = self.tiles.rows or max(self.T, 1)
-        for t in range(0, max(self.T, 1), step):
-            yield slice(t, min(t + step, self.T))
+        for t in range(0, max(self.T, 1), self.tiles.rows):
+            yield slice(t, min(t + self.tiles.rows, self.T))
 
     def key_tiles(self, rows: slice) -> Iterator[slice]:
         start = 0 if self.first is None else rows.start + self.first

@@ -7,8 +7,6 @@ cu_q. Holds all B x H x T x S scores at once.
 Scores: s = scale q k^T, then softcap tanh(s / softcap), then + bias; a sink is one more score of a row, without value.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -91,13 +89,14 @@ def backward(
 
 def starts_before(cu: Tensor, row: Tensor) -> Tensor:
     """The document that holds each row: how many start up to it, less one. cu ascending, row int64."""
+    if cu.device.type == "xla":  # torch_xla leaves searchsorted to the CPU: by counting starts
+        return (cu <= row.unsqueeze(-1)).sum(-1) - 1
     return torch.searchsorted(cu, row, right=True) - 1
 
 
 def key_range(
     T: int, S: int, cu_q: Tensor | None, cu_k: Tensor | None, k_lens: Tensor | None, left: int | None,
     right: int | None, device: torch.device,
-    document_of: Callable[[Tensor, Tensor], Tensor] = starts_before,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Query row i sees the keys lo[i] <= j < hi[i]; both [T], with k_lens [B, T].
 
@@ -110,7 +109,7 @@ def key_range(
         k_end = i.new_full((T,), S) if k_lens is None else k_lens.long().clamp(0, S).unsqueeze(-1).expand(-1, T)
     else:
         cu_q, cu_k = cu_q.long().contiguous(), (cu_q if cu_k is None else cu_k).long()
-        doc = document_of(cu_q, i)
+        doc = starts_before(cu_q, i)
         inside = (doc >= 0) & (doc < len(cu_q) - 1)
         doc = doc.clamp(0, len(cu_q) - 2)
         q_end, k_start, k_end = cu_q[doc + 1], cu_k[doc], cu_k[doc + 1].clamp(max=S)
@@ -147,9 +146,7 @@ def row_bias_gradient(bias: Tensor, sinks: Tensor | None, lse: Tensor, delta: Te
     return rows.unsqueeze(-1).sum_to_size(bias.shape).to(bias.dtype)
 
 
-def dout_exponent(
-    d_out: Tensor, cu_q: Tensor | None, document_of: Callable[[Tensor, Tensor], Tensor] = starts_before
-) -> Tensor:
+def dout_exponent(d_out: Tensor, cu_q: Tensor | None) -> Tensor:
     """int32 [documents, H]: 2 ** exponent brings the largest |dO| of a document and head into [4, 8)."""
     largest = (
         d_out.detach().float().abs().nan_to_num(0.0, 0.0, 0.0).amax(-1) if d_out.numel() else d_out.float().sum(-1)
@@ -158,7 +155,7 @@ def dout_exponent(
         largest = largest.amax(-2) if largest.shape[-2] else largest.new_zeros(d_out.shape[0], d_out.shape[-2])
     else:
         docs, i = len(cu_q) - 1, torch.arange(len(largest), device=cu_q.device)
-        doc = document_of(cu_q.long().contiguous(), i)
+        doc = starts_before(cu_q.long().contiguous(), i)
         doc = torch.where((doc >= 0) & (doc < docs), doc, docs)  # rows of no document go where nobody looks
         largest = largest.new_zeros(docs + 1, largest.shape[-1]).scatter_reduce(
             0, doc.unsqueeze(-1).expand_as(largest), largest, "amax"

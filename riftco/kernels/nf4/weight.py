@@ -102,6 +102,9 @@ class NF4Weight:
         """The same weight with `fn` applied to each part, shown to it as bytes: a move moves, a cast has no hold."""
 
         def part(t: Tensor) -> Tensor:
+            place = fn(torch.empty(0, dtype=torch.uint8, device=t.device)).device
+            if "xla" in (t.device.type, place.type):  # torch_xla cannot see one dtype as another
+                return t.to(place)
             return fn(t.reshape(-1).view(torch.uint8)).view(t.dtype).view(t.shape)
 
         n = self.nested
