@@ -56,7 +56,7 @@ def test_drawn(room, device):
         if room == "attention":
             shape["H"] *= shape["K"]
         case = Case(f"{shape} {options}", shape, options)
-        if cases.exercises(case, support.inputs_of(cases, case, torch.float32)):
+        if cases.exercises(case, inputs_of(cases, case, torch.float32)):
             support.check_case(cases, case, torch.float32, wide)
 
     check()

@@ -40,6 +40,14 @@ def device() -> torch.device:
     return importlib.import_module("torch_xla").device()
 
 
+def number(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A number that changes from step to step, as an input of the graph: Python's numbers become part of it.
+
+    Not a scalar while it travels: torch_xla would share the input of another scalar that happens to be equal.
+    """
+    return torch.tensor([value], dtype=dtype).to(device).reshape(())
+
+
 def read(*scalars: Tensor) -> list[float]:
     """Run what has been recorded as one graph, and fetch these numbers in one transfer."""
     values = torch.stack([s.detach().reshape(()).float() for s in scalars])

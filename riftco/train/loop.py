@@ -231,10 +231,9 @@ class Trainer:
             return walk_batch(self.model, batch, there, self.chunk, plan.denominator)
         if self.step_graph is not None:
             return self.step_graph(batch, there, plan.denominator, self._graph)
-        denominator: int | Tensor = plan.denominator
-        if self._on_tpu:  # a number would become part of the graph
-            denominator = torch.tensor(float(denominator)).to(self.device)
-        return self._graph(there, denominator)
+        if self._on_tpu:
+            return self._graph(there, tpu.number(plan.denominator, torch.float32, self.device))
+        return self._graph(there, plan.denominator)
 
     def _graph(self, there: Batch, denominator: int | Tensor) -> Tensor:
         """Forward and backward as one graph of autograd."""

@@ -102,3 +102,13 @@ def test_a_replayed_step_learns_what_an_eager_one_does(riftco, method, replay):
         losses.append([s["loss"] for s in steps])
     assert "step graph: 23 micro-batches replayed of 1 captures, 1 eager" in result.stdout
     assert losses[1] == losses[0]
+
+
+@pytest.mark.parametrize("spelling", [("--backend", "tpu"), ("--device", "xla")])
+def test_finetuning_on_a_tpu_without_torch_xla_exits_with_2_and_the_remedy(riftco, tmp_path, model, chat, spelling):
+    command = ("finetune", "--model", model, "--data", chat, "--output", tmp_path / "run", *spelling)
+    for arguments in (command, ("evaluate", "--model", model, "--data", chat, *spelling)):
+        (line,) = riftco(*arguments, code=2).stderr.splitlines()
+        assert line.startswith(f"riftco: --device {spelling[1]}: torch_xla is not installed beside torch")
+        assert "install torch==2.9.1 and torch_xla==2.9.0" in line
+    assert not (tmp_path / "run").exists()

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ... import tpu
 from .._arguments import check_impl, flags, floating, given, number
 from .._contract import define, same_device, write
 from .._overlap import first_shared, lies_once
@@ -134,7 +135,7 @@ def rate_tensor(lr: float | Tensor, dtype: torch.dtype, device: torch.device) ->
     if isinstance(lr, Tensor):
         return lr.to(device, dtype).reshape(())
     if device.type == "xla":
-        return torch.tensor(lr, dtype=dtype).to(device)
+        return tpu.number(lr, dtype, device)
     return torch.full((), lr, dtype=dtype, device=device)
 
 
