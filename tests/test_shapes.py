@@ -9,6 +9,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from riftco.kernels._cases import Case
+from riftco.kernels._check import inputs_of
 
 FEW, SOME, MANY = st.integers(1, 3), st.integers(1, 40), st.integers(2, 150)
 BOOL = st.booleans()
