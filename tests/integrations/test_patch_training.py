@@ -122,6 +122,46 @@ def quantised(family: str, **config):
     return model.requires_grad_(False)
 
 
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")  # PEFT's own call
+@pytest.mark.parametrize("kind", ["PrefixTuningConfig", "PromptTuningConfig"])
+def test_rows_that_peft_puts_before_the_prompt(kind):
+    import peft
+
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    losses = []
+    for model in pair("llama"):
+        torch.manual_seed(0)
+        wrapped = peft.get_peft_model(model, config).train()
+        losses.append(wrapped(**batch("left")).loss)
+        losses[-1].backward()
+    torch.testing.assert_close(losses[1], losses[0])
+
+
+def test_the_text_part_of_a_model_that_sees_images():
+    """Gemma 3 with its tower: image tokens see each other to both sides, so that masks become matrices."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text = {
+        "vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+        "patch_size": 14,
+    }  # fmt: skip
+    tokens = {"image_token_index": 150, "boi_token_index": 151, "eoi_token_index": 152, "mm_tokens_per_image": 4}
+    plain = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, **tokens)).train()
+    patched = copy.deepcopy(plain)
+    found = riftco.patch(patched)
+    assert {e.part for e in found.swapped} == {"norm", "mlp", "rope", "attention"}
+    assert patched.config.vision_config._attn_implementation == plain.config.vision_config._attn_implementation
+    ids = torch.randint(3, 140, (1, 16))
+    ids[0, 4:8] = 150
+    inputs = {"input_ids": ids, "pixel_values": torch.randn(1, 3, 28, 28), "labels": ids.clone()}
+    assert_same(plain, patched, inputs, token_type_ids=(ids == 150).long(), mm_token_type_ids=(ids == 150).long())
+
+
 @pytest.mark.parametrize("nf4", [False, True])
 def test_bitsandbytes_layers_stay_or_become_riftcos(nf4):
     from bitsandbytes.nn import Linear4bit
