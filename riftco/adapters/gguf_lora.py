@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import Counter
 
-import torch
 from torch import Tensor
 
 from .. import nn
 from ..models import Decoder
-from ..models.gguf_names import Names, writer
+from ..models.gguf_names import Names, Stored, stream, writer
 from .lora import adapted
 from .plan import RECORD, Record
 from .spec import AdapterError
 
-DTYPES = {"F32": torch.float32, "F16": torch.float16}
+DTYPES = ("F32", "F16")
 
 
 def save_gguf_lora(model: Decoder, path: str | os.PathLike, *, dtype: str = "F32") -> None:
@@ -44,12 +44,18 @@ def save_gguf_lora(model: Decoder, path: str | os.PathLike, *, dtype: str = "F32
         out.add_type("adapter")
         out.add_string("adapter.type", "lora")
         out.add_float32("adapter.lora.alpha", alpha)
+        stored = []
         for name, layer in layers.items():
             a, b = _factors(names, name, layer)
             b = b * (layer.scale * layer.rank / alpha)
             full = names.gguf(f"{name}.weight")
-            for part, value in (("lora_a", a), ("lora_b", b)):
-                out.add_tensor(f"{full}.{part}", value.to("cpu", DTYPES[dtype]).contiguous().numpy())
+            for part, value in (("lora_a", a.cpu()), ("lora_b", b.cpu())):
+                stored.append(Stored(f"{full}.{part}", tuple(value.shape), dtype, functools.partial(_same, value)))
+        stream(out, stored)
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
 
 
 def _factors(names: Names, name: str, layer: nn.LoRALinear | nn.LoRAEmbedding) -> tuple[Tensor, Tensor]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from .config import DecoderConfig
@@ -59,7 +61,8 @@ class Names:
 
 @contextlib.contextmanager
 def writer(path: str | os.PathLike, architecture: str) -> Iterator[Any]:
-    """A gguf.GGUFWriter; the file takes its name once all of it is on the disk. A file that is there is refused."""
+    """A gguf.GGUFWriter, to be given its metadata and then to `stream`; the file takes its name once all of it is on
+    the disk. A file that is there is refused."""
     gguf, path = package("gguf"), Path(path)
     if path.exists():
         raise ModelError(f"{path}: already there; name a new file")
@@ -69,9 +72,6 @@ def writer(path: str | os.PathLike, architecture: str) -> Iterator[Any]:
     out = gguf.GGUFWriter(fresh, architecture)
     try:
         yield out
-        out.write_header_to_file()
-        out.write_kv_data_to_file()
-        out.write_tensors_to_file()
         out.close()
         with open(fresh, "rb") as f:
             os.fsync(f.fileno())
@@ -81,3 +81,27 @@ def writer(path: str | os.PathLike, architecture: str) -> Iterator[Any]:
         out.close()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(fresh)
+
+
+class Stored(NamedTuple):
+    """A tensor of a file: its name, shape, GGML's name of its type, and what makes it, float32 on the CPU."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    make: Callable[[], Tensor]
+
+
+def stream(out: Any, tensors: Sequence[Stored]) -> None:
+    """Write a GGUFWriter's metadata and then the tensors, made one at a time: one alone is in memory."""
+    gguf = package("gguf")
+    for t in tensors:
+        number = gguf.GGMLQuantizationType[t.kind]
+        rows = gguf.quant_shape_to_byte_shape(t.shape, number)
+        out.add_tensor_info(t.name, rows, np.dtype(np.uint8), math.prod(rows), raw_dtype=number)
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_ti_data_to_file()
+    for t in tensors:
+        values = t.make().contiguous().numpy()
+        out.write_tensor_data(gguf.quantize(values, gguf.GGMLQuantizationType[t.kind]))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from .config import DecoderConfig
 from .config_gguf import GGUF_ARCHITECTURES
 from .decoder import Decoder
 from .errors import ModelError, package
-from .gguf_names import Names, writer
+from .gguf_names import Names, Stored, stream, writer
 from .rotary import Rope
 
 # what the gguf package's quantiser writes; K-quants need llama.cpp's own
@@ -27,7 +27,7 @@ FREE = ("architecture", "bos_token_id", "eos_token_ids", "rope", "local_rope", "
 def save_gguf(
     model: Decoder, path: str | Path, *, kind: str = "F16", tokenizer: Mapping[str, Any] | None = None
 ) -> None:
-    """Write `model` as a GGUF file; it appears whole or not at all.
+    """Write `model` as a GGUF file, a tensor at a time; it appears whole or not at all.
 
     Args:
         model: a decoder without adapters (merge them first); 4-bit and packed layers are decoded on the way.
@@ -48,22 +48,26 @@ def save_gguf(
     weights = _weights(model)
     known = {names.gguf(n): None for n in weights} | {n: v for n, v in vectors.items()}
     _check(config, {"general.architecture": names.architecture, **metadata}, known)
+    divisors = [Stored(n, (len(v),), "F32", functools.partial(torch.tensor, v)) for n, v in vectors.items()]
     with writer(path, names.architecture) as out:
         out.add_file_type(gguf.LlamaFileType[_FILE_TYPES[kind]])
         out.add_quantization_version(gguf.GGML_QUANT_VERSION)
         for key, value in (metadata | dict(tokenizer or {})).items():
             _add(out, key, value)
-        for name, divisors in vectors.items():
-            out.add_tensor(name, np.asarray(divisors, dtype=np.float32))
-        for name in weights:
-            full = names.gguf(name)
-            values = names.ordered(name, _dense(model, name)) + (config.norm_offset if _is_norm(name) else 0.0)
-            array, own = values.numpy(), _kind_of(values, kind)
-            if own == "F32":
-                out.add_tensor(full, array)
-            else:
-                number = gguf.GGMLQuantizationType[own]
-                out.add_tensor(full, gguf.quantize(array, number), raw_dtype=number)
+        stream(out, [*divisors, *(_stored(model, names, name, kind) for name in weights)])
+
+
+def _stored(model: Decoder, names: Names, name: str, kind: str) -> Stored:
+    weight = getattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+    offset = model.config.norm_offset if name.endswith("norm.weight") else 0.0
+
+    def make() -> Tensor:
+        dense = weight if isinstance(weight, Tensor) else weight.decoded(0, weight.shape[0], torch.float32)
+        values = names.ordered(name, dense.detach().to("cpu", torch.float32))
+        return values + offset if offset else values
+
+    shape = tuple(weight.shape)
+    return Stored(names.gguf(name), shape, _kind_of(shape, kind), make)
 
 
 _FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16"} | {
@@ -71,14 +75,10 @@ _FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16"} | {
 }
 
 
-def _kind_of(values: Tensor, kind: str) -> str:
-    if values.dim() < 2:
+def _kind_of(shape: tuple[int, ...], kind: str) -> str:
+    if len(shape) < 2:
         return "F32"
-    return "F16" if kind.startswith("Q") and values.shape[-1] % 32 else kind
-
-
-def _is_norm(name: str) -> bool:
-    return name.endswith("norm.weight")
+    return "F16" if kind.startswith("Q") and shape[-1] % 32 else kind
 
 
 def _weights(model: Decoder) -> list[str]:
@@ -92,14 +92,6 @@ def _weights(model: Decoder) -> list[str]:
         ):
             raise ModelError(f"save_gguf: {path} is a {type(found).__name__}; merge the adapter first")
     return [n for n, _ in plain.named_parameters()]
-
-
-def _dense(model: Decoder, name: str) -> Tensor:
-    module, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-    weight = getattr(module, leaf)
-    if not isinstance(weight, Tensor):
-        weight = weight.decoded(0, weight.shape[0], torch.float32)
-    return weight.detach().to("cpu", torch.float32).contiguous()
 
 
 def describe(config: DecoderConfig, architecture: str) -> tuple[dict[str, Any], dict[str, list[float]]]:

@@ -189,6 +189,6 @@ def test_a_failure_leaves_nothing(riftco, folder, tmp_path, monkeypatch):
         riftco(words[0], "--model", folder, "--output", tmp_path / "out", *words[1:], code=1)
         assert not any(tmp_path.iterdir())
     gguf = pytest.importorskip("gguf")
-    monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", full)
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", full)
     riftco("quantize", "--model", folder, "--type", "q8_0", "--output", tmp_path / "out.gguf", code=1)
     assert not any(tmp_path.iterdir())

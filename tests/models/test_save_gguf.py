@@ -60,6 +60,23 @@ def test_every_kind_is_the_packages_quantisation(kind, tmp_path):
     assert torch.equal(back.model.layers[0].self_attn.v_proj.weight, torch.from_numpy(want))
 
 
+def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch):
+    import weakref
+
+    seen, most = [], []
+    quantise = gguf.quantize
+
+    def watched(values, kind):
+        made = quantise(values, kind)
+        seen.append(weakref.ref(made))
+        most.append(sum(r() is not None for r in seen))
+        return made
+
+    monkeypatch.setattr(gguf, "quantize", watched)
+    save_gguf(decoder("llama"), tmp_path / "model.gguf", kind="Q8_0")
+    assert len(most) == 21 and max(most) <= 2  # the one that is written, and the one before while it is replaced
+
+
 def test_packed_layers_are_decoded(tmp_path):
     save_hf(decoder("llama"), tmp_path / "plain")
     model, _ = load_model(tmp_path / "plain", weights="nf4", with_tokenizer=False)
