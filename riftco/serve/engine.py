@@ -135,7 +135,7 @@ class Engine:
     def _learn(self, lessons: list[Lesson], adapter: str, lr: float, note: Mapping[str, Any] | None = None, **options):
         def commit(outcome: LearnOutcome) -> None:
             if self.store is not None:
-                self._record("learn", adapter, {**said(lessons, outcome), "lr": lr, **(note or {})})
+                self._record("learn", adapter, {**(note or {}), **said(lessons, outcome), "lr": float(lr)})
 
         return self.learner.learn(lessons, adapter, lr, commit=commit, **options)
 

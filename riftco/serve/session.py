@@ -35,6 +35,8 @@ class Talk:
 
     def close(self) -> None:
         self.scheduler.close()
+        if self.engine.store is not None:
+            self.engine.store.close()
 
 
 def open_chat(

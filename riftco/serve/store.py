@@ -11,6 +11,8 @@ the log too: a process that is killed between the rename and the line gets the l
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import logging
@@ -18,13 +20,16 @@ import os
 import pathlib
 import shutil
 import time
+import weakref
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from ..adapters import AdapterError
 from ..adapters.peft_config import CONFIG, peft_config, read_spec
 from ..adapters.peft_files import PREFIX, WEIGHTS
 from ..train.checkpoint import (
@@ -46,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 class Store:
-    """The folder of one base model's adapters. One process owns it at a time.
+    """The folder of one base model's adapters. It has one owner at a time, until `close` or the process's end.
 
     Args:
         train_dir: the folder; made if missing.
@@ -54,16 +59,18 @@ class Store:
         base: name of the base model, for PEFT's configuration.
 
     Raises:
-        CheckpointError: the folder belongs to another base model.
+        CheckpointError: the folder belongs to another base model, or to another owner.
     """
 
     def __init__(self, train_dir: str | os.PathLike[str], base_digest: str, base: str = ""):
         self.folder, self.base = pathlib.Path(train_dir), base
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._own()
         known = self.folder / "base.json"
         if known.exists():
-            theirs = json.loads(known.read_text())["digest"]
+            theirs = _digest_in(known)
             if theirs != base_digest:
+                self.close()
                 raise CheckpointError(
                     f"{self.folder} holds adapters of another base model (digest {theirs[:12]}, here "
                     f"{base_digest[:12]}); serve that model, or name another folder"
@@ -73,11 +80,27 @@ class Store:
         self.audit = Audit(self.folder / "audit.jsonl")
         self.events: dict[str, int] = {}  # adapter -> number of its newest event
         self.journals: dict[str, list[int]] = {}  # adapter -> events that can be gone back to, oldest first
+        self.versions: dict[str, int] = {}  # adapter -> how many versions its newest event names
+
+    def _own(self) -> None:
+        lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        self._leave = weakref.finalize(self, os.close, lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.close()
+            raise CheckpointError(
+                f"{self.folder} is in use by another server; stop it, or name another folder"
+            ) from None
+
+    def close(self) -> None:
+        """Leave the folder to others; nothing is to be recorded afterwards."""
+        self._leave()
 
     def load(self, bank: AdapterBank, learner: Learner) -> list[str]:
         """Bring back every adapter of the folder as its newest event left it; their ids."""
         root = self.folder / "adapters"
-        ids = sorted(f.name for f in root.iterdir()) if root.is_dir() else []
+        ids = sorted(f.name for f in root.iterdir() if f.is_dir()) if root.is_dir() else []
         return [id for id in ids if self._load(id, bank, learner)]
 
     def _load(self, id: str, bank: AdapterBank, learner: Learner) -> bool:
@@ -85,27 +108,34 @@ class Store:
         sweep(where / "checkpoints")
         found = checkpoints(where / "checkpoints")
         if not found:  # killed before its first event: it never was
+            if any(line["adapter"] == id for line in self.audit.lines()):
+                raise CheckpointError(f"{where} has lost its checkpoints; put them back, or move the folder away")
             shutil.rmtree(where)
             return False
         newest = open_checkpoint(found[-1])
         state = newest.state
         for version in range(1, state["versions"] + 1):
             folder = where / "versions" / str(version)
-            weights = {k.removeprefix(PREFIX): t for k, t in load_file(folder / WEIGHTS).items()}
-            if version == 1:
-                bank.create(id, read_spec(folder), state=weights)
-            else:
-                bank.publish(id, weights)
+            try:
+                weights = {k.removeprefix(PREFIX): t for k, t in load_file(folder / WEIGHTS).items()}
+                if version == 1:
+                    bank.create(id, read_spec(folder), state=weights)
+                else:
+                    bank.publish(id, weights)
+            except (OSError, SafetensorError, AdapterError) as why:
+                raise CheckpointError(f"{folder} is damaged ({why}); put it back from a copy") from why
             if bank.of(id).digests[-1] != state["digests"][version - 1]:
                 raise CheckpointError(f"{folder} was changed; its weights do not have the digest that was recorded")
         for orphan in (where / "versions").iterdir():  # written, and killed before the event that names it
             if orphan.name not in map(str, range(1, state["versions"] + 1)):
                 shutil.rmtree(orphan)
         self.events[id], self.journals[id] = state["step"], list(state["journal"])
+        self.versions[id] = state["versions"]
         pupil = learner.pupil(id)
         pupil.go_back(self._moment(id, state["step"]))
         pupil.journal = deque(self._moment(id, event) for event in state["journal"])
-        self.audit.complete(state["record"])
+        for folder in found:  # the log may have refused several lines before the end
+            self.audit.complete(open_checkpoint(folder).state["record"])
         return True
 
     def _moment(self, id: str, event: int) -> Moment:
@@ -120,13 +150,13 @@ class Store:
             line: what the log says beside time, kind, adapter, event, version and digest.
         """
         adapter, pupil, where = bank.of(id), learner.pupil(id), self._of(id)
-        for version in range(1, adapter.version + 1):
+        for version in range(self.versions.get(id, 0) + 1, adapter.version + 1):
             self._save_version(where / "versions" / str(version), adapter, version)
         event = self.events.get(id, 0) + 1
         journal, moment = self._journal(kind, id, len(pupil.journal)), pupil.moment()
         record = {
-            "time": time.time(), "kind": kind, "adapter": id, "event": event, "version": adapter.version,
-            "digest": digest(moment.shadow), **line,
+            **line, "time": time.time(), "kind": kind, "adapter": id, "event": event, "version": adapter.version,
+            "digest": digest(moment.shadow),
         }  # fmt: skip
         state = {
             "step": event, "taught": moment.step, "versions": adapter.version, "digests": adapter.digests,
@@ -137,16 +167,27 @@ class Store:
             save_file({k: t.detach().cpu().contiguous() for k, t in moment.shadow.items()}, folder / SHADOW)
 
         root = where / "checkpoints"
-        save_checkpoint(root, state, moment.tensors, write, keep=1 << 30)
-        self.events[id], self.journals[id] = event, journal
-        kept = {f"step-{n:08d}" for n in (*journal, event)}
-        for folder in checkpoints(root):
-            if folder.name not in kept:
-                remove(folder)
+        try:
+            save_checkpoint(root, state, moment.tensors, write, keep=1 << 30)
+        except BaseException:  # perhaps after the rename: the event is taken back, and must not be found again
+            if (root / f"step-{event:08d}").exists():
+                remove(root / f"step-{event:08d}")
+            raise
+        self.events[id], self.journals[id], self.versions[id] = event, journal, adapter.version
+        self._drop(root, {f"step-{n:08d}" for n in (*journal, event)})
         try:
             self.audit.append(record)
         except OSError as why:  # the event stands: its line waits in memory, and in the checkpoint
             log.error("%s: %s; the line of event %d of %r is written later", self.audit.path, why, event, id)
+
+    def _drop(self, root: pathlib.Path, kept: set[str]) -> None:
+        """Remove what no undo may reach; what cannot be removed now is tried again after the next event."""
+        for folder in checkpoints(root):
+            if folder.name not in kept:
+                try:
+                    remove(folder)
+                except OSError as why:
+                    log.error("%s: %s; it stays for now", folder, why)
 
     def _journal(self, kind: str, id: str, depth: int) -> list[int]:
         """The events behind the in-memory journal's moments: a learn adds the one before it, an undo takes some off."""
@@ -157,8 +198,8 @@ class Store:
         return known[:depth]
 
     def _save_version(self, folder: pathlib.Path, adapter, version: int) -> None:
-        if folder.exists():
-            return
+        if folder.exists():  # of an event that was taken back
+            shutil.rmtree(folder)
         fresh = folder.with_name(f".writing-{folder.name}")
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
@@ -190,11 +231,11 @@ class Audit:
         """Raises OSError where the disk refuses; the line is then written before the next one."""
         self._pending.append(dict(record))
         text = "".join(json.dumps(line) + "\n" for line in self._pending)
-        with open(self.path, "a") as log:
-            before = log.tell()
+        with open(self.path, "ab", buffering=0) as log:  # a buffer would be written again on the way out
+            before, data = log.tell(), text.encode()
             try:
-                log.write(text)
-                log.flush()
+                if log.write(data) != len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.fsync(log.fileno())
             except OSError:
                 os.truncate(self.path, before)
@@ -222,6 +263,13 @@ class Audit:
             raise Refused(f"the log has no learn {learn_id!r}")
         write_file(self.path, "".join(json.dumps(line) + "\n" for line in lines))
         return touched
+
+
+def _digest_in(file: pathlib.Path) -> str:
+    try:
+        return json.loads(file.read_text())["digest"]
+    except (ValueError, TypeError, KeyError) as why:
+        raise CheckpointError(f"{file} is damaged ({why!r}); put it back from a copy") from None
 
 
 def tokens_sha256(tokens: torch.Tensor) -> str:

@@ -10,8 +10,15 @@ from riftco.serve import Engine, Store
 PROMPT, REPLY = tokens(11, 1), tokens(9, 2)
 
 
+OPEN = []
+
+
 def start(folder):
-    made = Engine(decoder(), slots=1, window=40, cache_dtype="float32", store=Store(folder, "digest"), journal=3)
+    """A server on the folder, as if those before it had ended."""
+    while OPEN:
+        OPEN.pop().close()
+    OPEN.append(store := Store(folder, "digest"))
+    made = Engine(decoder(), slots=1, window=40, cache_dtype="float32", store=store, journal=3)
     if "a" not in made.bank.adapters:
         made.create("a", SPEC, seed=1)
     prefill(made, 0, PROMPT)

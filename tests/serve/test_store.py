@@ -133,7 +133,7 @@ def test_half_a_line_is_cut_off(tmp_path):
 
 
 def test_another_base_and_changed_weights_are_refused(tmp_path):
-    start(tmp_path)
+    start(tmp_path).store.close()
     with pytest.raises(CheckpointError, match="another base model"):
         Store(tmp_path, "other")
     file = tmp_path / "adapters" / "a" / "versions" / "1" / "adapter_model.safetensors"
