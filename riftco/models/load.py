@@ -104,6 +104,8 @@ def load_model(
         )
     dtype = WEIGHTS.get(weights) or dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     place = tpu.made_on(device)
+    if weights == "packed" and place != device:
+        raise ModelError("weights='packed': GGUF's blocks have no kernel for tpu; use nf4 or bf16")
     model = build(
         source,
         dtype,

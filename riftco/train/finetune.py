@@ -283,6 +283,8 @@ def _schedule(config: FinetuneConfig, loader: Loader | StreamLoader | TokenLoade
 def _model(config: FinetuneConfig, device: torch.device, saved) -> tuple[Decoder, LoraSpec | None]:
     dtype = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype]
     weights = config.held
+    if device.type == tpu.DEVICE_TYPE and weights == "packed":
+        raise ConfigError("--weights packed: GGUF's blocks have no kernel for tpu; use --weights nf4, or bf16")
     if device.type == tpu.DEVICE_TYPE and config.dtype == "auto":  # made on the CPU, whose default is another
         weights, dtype = "bf16" if weights == "auto" else weights, torch.bfloat16
     model, _ = load_model(

@@ -13,7 +13,8 @@ from riftco.data import Buckets, Example, Loader, pack
 from riftco.models import Decoder
 from riftco.nn import NF4Linear
 from riftco.optim import Adam
-from riftco.train import Schedule, Trainer, evaluate, tiny
+from riftco.train import Schedule, Trainer, evaluate, finetune, tiny
+from riftco.train.config import ConfigError, FinetuneConfig
 from riftco.train.run import Reporter
 
 on_xla = [pytest.mark.xla, pytest.mark.parametrize("device", support.device_params(("xla",)))]
@@ -159,6 +160,12 @@ def test_what_xla_does_not_take_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(tpu, "DEVICE_TYPE", "meta")
     with pytest.raises(ValueError, match="chunk=8 is not made for tpu"):
         Trainer(None, Adam([p]), None, Schedule(1.0, 1), device="meta", chunk=8)
+
+
+def test_packed_weights_are_refused_with_the_remedy():
+    config = FinetuneConfig(model="m.gguf", data="d.jsonl", output="o", weights="packed")
+    with pytest.raises(ConfigError, match="--weights packed: GGUF's blocks have no kernel for tpu; use --weights nf4"):
+        finetune._model(config, torch.device(tpu.DEVICE_TYPE), None)
 
 
 def test_tied_weights_stay_tied_where_parameters_are_replaced():
