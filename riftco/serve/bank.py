@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import numbers
+import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -25,6 +27,7 @@ from ..models import Decoder
 from ..nn import GGUFLinear, LoRALinear, NF4Linear
 from .batch import Refused
 
+ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")  # also the name of a folder
 PREPARED = 8  # how many sets' layers are kept ready
 
 
@@ -92,13 +95,16 @@ class AdapterBank:
             Refused: the id is taken or no name.
             AdapterError: the spec fits no layer, or the state does not fit the spec.
         """
-        if id in self.adapters or not id or not id.replace("-", "").replace("_", "").replace(".", "").isalnum():
-            taken = "is taken" if id in self.adapters else "must be letters, digits, '-', '_' and '.'"
-            raise Refused(f"adapter id {id!r} {taken}")
+        if not isinstance(id, str) or not ID.fullmatch(id):
+            raise Refused(
+                f"adapter id {id!r} must be letters, digits (ASCII), '-', '_' and '.', not '.' at first, up to 128"
+            )
+        if id in self.adapters:
+            raise Refused(f"adapter id {id!r} is taken")
         fresh = _fresh(self.model, spec, seed)
         if state is not None:
             _check_state(id, fresh, state)
-            fresh = {name: state[name].to(t) for name, t in fresh.items()}
+            fresh = {name: state[name].to(t, copy=True) for name, t in fresh.items()}
         made = Adapter(spec)
         self.adapters[id] = made
         self.publish(id, fresh)
@@ -116,8 +122,8 @@ class AdapterBank:
         """The newest versions of these adapters (id -> scale), as a key; scale 0 leaves one out."""
         for id, scale in uses.items():
             self.of(id)
-            if not math.isfinite(scale):
-                raise Refused(f"adapter {id!r}: the scale must be finite; got {scale}")
+            if not isinstance(scale, numbers.Real) or not math.isfinite(scale):
+                raise Refused(f"adapter {id!r}: the scale must be finite; got {scale!r}")
         return tuple(sorted(Use(id, self.adapters[id].version, float(scale)) for id, scale in uses.items() if scale))
 
     def shadow(self, id: str) -> dict[str, nn.Parameter]:
@@ -165,6 +171,10 @@ class AdapterBank:
                 _put(self.model, path, layer)
             self.active = was
 
+    def ready(self, key: AdapterSet) -> None:
+        """Refuse a set that cannot serve, before anything is served under it."""
+        self._layers(key)
+
     def _layers(self, key: AdapterSet) -> dict[str, nn.Module]:
         if key not in self._prepared:
             self._prepared[key] = _join([self._parts(use) for use in key])
@@ -200,7 +210,7 @@ class AdapterBank:
 
     def of(self, id: str) -> Adapter:
         """The adapter of this id; Refused where there is none."""
-        if id not in self.adapters:
+        if not isinstance(id, str) or id not in self.adapters:
             known = ", ".join(sorted(self.adapters)) or "none"
             raise Refused(f"no adapter {id!r}; loaded: {known}")
         return self.adapters[id]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,6 +20,28 @@ UNLABELLED = -1
 
 class Refused(ValueError):
     """A request that is turned down before anything changed; the message says why, where, and what to do."""
+
+
+def whole(value: Any, name: str) -> int:
+    """A whole number, of numpy or torch too; a truth value is none."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except (TypeError, RuntimeError):  # RuntimeError: a tensor without data
+        pass
+    raise Refused(f"{name} must be a whole number; got {value!r}")
+
+
+def ids_of(given: Any, name: str) -> list[int]:
+    """Token ids [T] of whatever holds them, as numbers of one's own."""
+    try:
+        ids = [whole(t, name) for t in (given.tolist() if hasattr(given, "tolist") else given)]
+    except (TypeError, ValueError, RuntimeError):  # not to be iterated over, a tensor without data, no numbers
+        raise Refused(f"{name} must be one row of token ids; got {type(given).__name__} {given!r:.60}") from None
+    for token in ids:
+        if not -(1 << 31) <= token < 1 << 31:
+            raise Refused(f"{name}: {token} is no token id")
+    return ids
 
 
 class Run(NamedTuple):

@@ -69,28 +69,34 @@ class Chat:
 
     def say(self, text: str, *, max_new_tokens: int = 256, sampling: Sampling | None = None) -> Iterator[str]:
         """Ask; yields the answer piece by piece, while it is made."""
-        self.messages.append({"role": "user", "content": text})
-        self._asked = serving_prompt_tokens(self.tokenizer, self.messages)
+        messages = [*self.messages, {"role": "user", "content": text}]
+        asked = serving_prompt_tokens(self.tokenizer, messages)
         request = Request(
-            self._asked,
+            asked,
             max_new_tokens=max_new_tokens,
             sampling=sampling or Sampling(),
             stop_ids=self.tokenizer.stop_ids,
             adapters={} if self.adapter is None else {self.adapter: 1.0},
         )
-        return self._read(self.scheduler.submit(request))
+        ticket = self.scheduler.submit(request)  # where it is refused the conversation stays as it was
+        self.messages, self._asked = messages, asked
+        return self._read(ticket)
 
     def _read(self, ticket: Ticket) -> Iterator[str]:
         text, shown = Text(self.tokenizer), ""
-        for chosen in ticket:
-            if chosen.token not in self.tokenizer.stop_ids and (piece := text.add(chosen.token)):
-                shown += piece
-                yield piece
-        if rest := text.rest():
-            shown += rest
-            yield rest
-        self.finished = ticket.finished
-        self.messages.append({"role": "assistant", "content": shown})
+        try:
+            for chosen in ticket:
+                if chosen.token not in self.tokenizer.stop_ids and (piece := text.add(chosen.token)):
+                    shown += piece
+                    yield piece
+            if rest := text.rest():
+                shown += rest
+                yield rest
+        finally:
+            if ticket.finished is None:  # nobody reads on
+                ticket.cancel()
+            self.finished = ticket.finished
+            self.messages.append({"role": "assistant", "content": shown})
 
     def correct(self, reply: str, *, lr: float, steps: int = 1) -> list[LearnOutcome]:
         """Learn this in place of the last answer; the conversation goes on from it."""

@@ -11,9 +11,9 @@ from torch import Tensor
 from ..adapters import LoraSpec
 from ..models import Decoder, KVCache, ModelError
 from .bank import AdapterBank, AdapterSet
-from .batch import UNLABELLED, Batch, Refused, Run
+from .batch import UNLABELLED, Batch, Refused, Run, ids_of, whole
 from .learner import Learner, LearnOutcome, Lesson
-from .slots import Slot
+from .slots import Slot, State
 from .store import Store, tokens_sha256
 
 LOGGED = ("loss_before", "loss_after", "gradient_norm", "clip_scale", "n_labelled", "ms", "step")
@@ -73,7 +73,7 @@ class Engine:
         self.lr = 1e-4
 
     def slot(self, id: int) -> Slot:
-        if not 0 <= id < len(self.slots):
+        if not 0 <= whole(id, "slot") < len(self.slots):
             raise Refused(f"no slot {id}; there are {len(self.slots)}")
         return self.slots[id]
 
@@ -152,6 +152,25 @@ class Engine:
             self.bank.remove(adapter)
             raise
 
+    def remove(self, adapter: str) -> None:
+        """Take an adapter out of memory, with its shadow and every row that was made under it.
+
+        Raises:
+            Refused: a slot runs under it, or it lives in a store, which would bring it back.
+        """
+        self.bank.of(adapter)
+        if self.store is not None:
+            raise Refused(f"adapter {adapter!r} lives in {self.store.folder}; delete its folder there, and start again")
+        under = [slot for slot in self.slots if any(use.id == adapter for use in slot.key)]
+        for slot in under:
+            if slot.state is not State.IDLE:
+                raise Refused(f"adapter {adapter!r} is in use on slot {slot.id}; remove it once that is done")
+        self.bank.remove(adapter)
+        for slot in under:
+            self.use(slot.id, ())
+        self.learner.pupils.pop(adapter, None)
+        self.trainable = None if self.trainable == adapter else self.trainable
+
     def promote(self, adapter: str) -> int:
         """Publish what an adapter has learned as its next version; slots use it from their next prompt on."""
         version = self.bank.promote(adapter)
@@ -207,6 +226,7 @@ class Engine:
             if given is None:
                 raise Refused(f"learn needs {name}")
         held = self.slot(slot)
+        slot, n_cached = held.id, whole(n_cached, "n_cached")
         if not 0 <= n_cached <= len(held.tokens):
             raise Refused(
                 f"slot {slot} holds {len(held.tokens)} rows, not the {n_cached} that the lesson stands behind; "
@@ -218,8 +238,13 @@ class Engine:
             self.cache.check_cut(slot, n_cached)
         except ModelError as why:
             raise Refused(f"slot {slot}: {why}; serve the prompt again, then learn") from None
-        weight = None if weights is None else torch.as_tensor(weights, dtype=torch.float32)
-        ids, label = (torch.as_tensor(t, dtype=torch.int64).cpu() for t in (tokens, labels))
+        ids, label = (
+            torch.tensor(ids_of(t, n), dtype=torch.int64) for t, n in ((tokens, "tokens"), (labels, "labels"))
+        )
+        try:
+            weight = None if weights is None else torch.as_tensor(weights, dtype=torch.float32).cpu()
+        except (TypeError, ValueError, RuntimeError):
+            raise Refused(f"weights must be numbers; got {weights!r:.60}") from None
         return Lesson(slot, n_cached, held.key, ids, label, weight)
 
     def _check(self, batch: Batch) -> list[Run]:
@@ -233,14 +258,23 @@ class Engine:
                 raise Refused(
                     f"slot {run.slot}: {run.end - run.start} rows behind {held} are beyond its window of {self.window}"
                 )
-        self._check_room(runs)
+        for run in runs:
+            self.bank.ready(self.slots[run.slot].key)
+        self._check_room({run.slot: run.position + run.end - run.start for run in runs})
         if batch.n_labels and self.trainable is None:
             raise Refused("the batch has labels and no adapter is trainable; name one with Engine.train")
         return runs
 
-    def _check_room(self, runs: list[Run]) -> None:
+    def fits(self, ends: Mapping[int, int]) -> bool:
+        """Whether the cache has pages for slots (slot -> rows) that would end there."""
+        try:
+            self._check_room(ends)
+        except Refused:
+            return False
+        return True
+
+    def _check_room(self, ends: Mapping[int, int]) -> None:
         """Refuse more rows than the cache has pages for."""
-        ends = {run.slot: run.position + run.end - run.start for run in runs}
         for group in self.cache.groups:
             try:
                 group.check_room(ends)

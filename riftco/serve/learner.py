@@ -6,6 +6,8 @@ the next reply are what they were, whatever happens on the way.
 
 from __future__ import annotations
 
+import math
+import numbers
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,7 +21,7 @@ from ..optim import Adam
 from ..train.chunked import Rows, adjoint_bytes, rows_of, runs_of, walk
 from ..train.state import flatten_optimizer, random_state, set_random_state, unflatten_optimizer
 from .bank import AdapterBank, AdapterSet, State, digest
-from .batch import UNLABELLED, Refused, check_weights
+from .batch import UNLABELLED, Refused, check_weights, whole
 
 
 @dataclass(frozen=True)
@@ -167,10 +169,10 @@ class Learner:
             outcome = LearnOutcome(True, loss_before=loss, n_labelled=labelled, adapter=adapter, version=version)
             if not dry_run:
                 for group in pupil.optimizer.param_groups:
-                    group["lr"] = lr
+                    group["lr"] = float(lr)
                 norm, scale = (float(t) for t in pupil.optimizer.step())
-                if not scale:
-                    raise Refused(f"the gradient is not finite (loss {loss}); nothing was changed")
+                if not scale or not math.isfinite(loss):
+                    raise Refused(f"loss or gradient is not finite (loss {loss}); nothing was changed")
                 pupil.step += 1
                 outcome = replace(outcome, gradient_norm=norm, clip_scale=scale)
             if measure_after:
@@ -220,7 +222,7 @@ class Learner:
 
     def undo(self, adapter: str, steps: int = 1) -> int:
         """Give back the shadow and moments of `steps` steps ago; the step that it is at then."""
-        pupil = self.pupils.get(adapter)
+        pupil, steps = self.pupils.get(adapter), whole(steps, "steps")
         if pupil is None or not 1 <= steps <= len(pupil.journal):
             known = 0 if pupil is None else len(pupil.journal)
             raise Refused(f"adapter {adapter!r}: {steps} steps cannot be undone; the journal holds {known}")
@@ -231,8 +233,8 @@ class Learner:
 
     def pupil(self, adapter: str, lr: float = 1e-4) -> Pupil:
         """The adapter's shadow and its optimizer, made once."""
-        if adapter not in self.pupils:
-            shadow = self.bank.shadow(adapter)
+        shadow = self.bank.shadow(adapter)
+        if adapter not in self.pupils or self.pupils[adapter].shadow is not shadow:  # of one that was removed
             options = {"gradient_clip": self.gradient_clip, "weight_decay": self.weight_decay}
             self.pupils[adapter] = Pupil(shadow, Adam(list(shadow.values()), lr=lr, **options))  # type: ignore
         return self.pupils[adapter]
@@ -241,7 +243,7 @@ class Learner:
         """Refuse what cannot be learned; changes nothing."""
         self.bank.of(adapter)
         low, high = self.lr_range
-        if not low <= lr <= high:
+        if not isinstance(lr, numbers.Real) or not low <= lr <= high:
             raise Refused(f"lr must be between {low:g} and {high:g}; got {lr!r}")
         if not lessons:
             raise Refused("there is nothing to learn")

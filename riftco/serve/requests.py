@@ -92,8 +92,12 @@ class Ticket:
         self._queue.put(event)
 
     def next(self, timeout: float | None = None) -> Chosen | Finished:
-        """The next event; raises queue.Empty after `timeout` seconds without one."""
-        return self._queue.get(timeout=timeout)
+        """The next event, the end again and again once it is there; raises queue.Empty after `timeout` seconds without
+        one."""
+        event = self._queue.get(timeout=timeout)
+        if isinstance(event, Finished):
+            self._queue.put(event)
+        return event
 
     def __iter__(self) -> Iterator[Chosen]:
         while not isinstance(event := self.next(), Finished):

@@ -6,13 +6,14 @@ V vocabulary.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from .batch import Refused
+from .batch import Refused, whole
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,27 @@ class Sampling:
         }  # fmt: skip
         for name, (low, high) in limits.items():
             value = getattr(self, name)
-            if value is not None and not low <= value <= high:
+            if value is None and name == "logprobs":
+                continue
+            if not isinstance(value, numbers.Real) or not low <= float(value) <= high:
                 raise Refused(f"{name} must be between {low:g} and {high:g}; got {value!r}")
+            if name in ("top_k", "logprobs"):
+                whole(value, name)
+        if self.seed is not None and not -(1 << 63) <= whole(self.seed, "seed") < 1 << 64:
+            raise Refused(f"seed must be a number of 64 bits; got {self.seed}")
+        self._check_bias(vocab)
+
+    def _check_bias(self, vocab: int) -> None:
+        if not isinstance(self.logit_bias, Mapping):
+            raise Refused(f"logit_bias must be token -> number; got {self.logit_bias!r:.60}")
         for token, bias in self.logit_bias.items():
-            if not 0 <= token < vocab or math.isnan(bias):
-                raise Refused(f"logit_bias: {token} -> {bias} is no token of the {vocab}, or no number")
+            known = 0 <= whole(token, "logit_bias: a token") < vocab
+            if not known or not isinstance(bias, numbers.Real) or not (abs(bias) <= 1e6 or bias == -math.inf):
+                raise Refused(
+                    f"logit_bias: {token} -> {bias} is no token of the {vocab}, or neither -inf nor from -1e6 to 1e6"
+                )
+        if sum(bias == -math.inf for bias in self.logit_bias.values()) == vocab:
+            raise Refused("logit_bias forbids every token; leave one that can be chosen")
 
 
 @dataclass(frozen=True)
@@ -149,5 +166,5 @@ class Sampler:
         if self.options.logprobs is None:
             return Chosen(token)
         logp = logits.float().log_softmax(-1)
-        values, ids = logp.topk(self.options.logprobs)
+        values, ids = logp.topk(min(self.options.logprobs, len(logp)))
         return Chosen(token, float(logp[token]), tuple(zip(ids.tolist(), values.tolist())))

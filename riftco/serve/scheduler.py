@@ -6,21 +6,22 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ..models import ModelError
+from ..models.kv_rows import Ring
 from ..train.duty import DutyCycle
 from .bank import AdapterSet
-from .batch import Batch, Refused
+from .batch import Batch, Refused, ids_of, whole
 from .draft import Draft
 from .engine import Engine
 from .learner import LearnOutcome
 from .requests import Finished, Request, Teach, Ticket
-from .sampling import Sampler
+from .sampling import Sampler, Sampling
 from .slots import Slot, State
 
 log = logging.getLogger(__name__)
@@ -50,16 +51,17 @@ class Turn:
 
     @property
     def pending(self) -> list[int]:
-        """Tokens that the slot has not read: the rest of the prompt, or the newest token."""
+        """Tokens that the slot has not read: the rest of the prompt, and what was said."""
         read = len(self.slot.tokens)
-        return self.prompt[read:] if read < len(self.prompt) else self.reply[read - len(self.prompt) :]
+        n = len(self.prompt)
+        return self.prompt[read:] + self.reply if read < n else self.reply[read - n :]
 
 
 class Scheduler:
     """Runs requests on an engine's slots. `step` does one iteration; `start` does them on a thread.
 
     Args:
-        engine: not to be used by anyone else while this runs, but within `paused`.
+        engine: not to be used by anyone else while this runs, but by who holds `lock`.
         duty: the part of the time that learning may take while other slots are busy.
         queue: how many requests may wait.
         speculate: how many tokens to guess from the text so far and check in one forward; replies do not depend on it
@@ -75,6 +77,12 @@ class Scheduler:
         speculate: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ):
+        for group in engine.cache.groups:
+            if isinstance(group, Ring) and group.size - group.reach < speculate:
+                raise ValueError(
+                    f"{speculate} guesses cannot be taken back from sliding windows; make the engine with "
+                    f"undo={speculate} or more, or guess less"
+                )
         self.engine, self.limit, self.speculate, self.clock = engine, queue, speculate, clock
         self.waiting: deque[Ticket] = deque()
         self.turns: dict[int, Turn] = {}
@@ -89,10 +97,12 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            Refused: it can never run as it stands, or too many wait.
+            Refused: it can never run as it stands, too many wait, or this is closed.
         """
         with self._work:
-            self.check(request)
+            if self._stopping:
+                raise Refused("the scheduler is closed")
+            request = self.check(request)
             if len(self.waiting) >= self.limit:
                 raise Refused(f"{self.limit} requests wait already; try again later")
             ticket = Ticket(request)
@@ -100,21 +110,35 @@ class Scheduler:
             self._work.notify()
             return ticket
 
-    def check(self, request: Request) -> None:
+    def check(self, request: Request) -> Request:
+        """The request, with copies of what its sender may change; Refused where it can never run as it stands."""
         engine, vocab = self.engine, self.engine.model.config.vocab_size
-        if not len(request.prompt):
+        prompt, stops = ids_of(request.prompt, "the prompt"), ids_of(request.stop_ids, "stop_ids")
+        if not prompt:
             raise Refused("the prompt is empty; accepted: at least one token")
-        if len(request.prompt) > engine.window:
-            raise Refused(f"the prompt has {len(request.prompt)} tokens, more than the window of {engine.window}")
-        for token in request.prompt:
+        if len(prompt) > engine.window:
+            raise Refused(f"the prompt has {len(prompt)} tokens, more than the window of {engine.window}")
+        for token in prompt:
             if not 0 <= token < vocab:
                 raise Refused(f"token {token} is outside the vocabulary of {vocab}")
-        if request.max_new_tokens < 1:
+        if whole(request.max_new_tokens, "max_new_tokens") < 1:
             raise Refused(f"max_new_tokens must be at least 1; got {request.max_new_tokens}")
+        kinds = (("sampling", Sampling), ("adapters", Mapping), ("teach", Teach | None))
+        for name, kind in kinds:
+            if not isinstance(getattr(request, name), kind):
+                raise Refused(f"{name}: {getattr(request, name)!r:.60} is no such thing")
         request.sampling.check(vocab)
-        engine.bank.set_of(request.adapters)
+        engine.bank.ready(engine.bank.set_of(request.adapters))
         if request.slot is not None:
             engine.slot(request.slot)
+        sampling = replace(request.sampling, logit_bias=dict(request.sampling.logit_bias))
+        teach = request.teach
+        if teach is not None and teach.reply is not None:
+            teach = replace(teach, reply=ids_of(teach.reply, "the reply to learn"))
+        adapters = dict(request.adapters)
+        return replace(
+            request, prompt=prompt, stop_ids=frozenset(stops), sampling=sampling, adapters=adapters, teach=teach
+        )
 
     def step(self) -> bool:
         """One iteration; False when there was nothing to do."""
@@ -126,15 +150,19 @@ class Scheduler:
             if batch is None:
                 return bool(self.turns)
             try:
-                logits = self.engine.decode(batch).logits
-            except Exception as why:  # what the slots hold is what was served before; the next batch may succeed
+                self._choose(self.engine.decode(batch).logits, turns)
+            except Exception as why:  # the next batch may succeed
                 log.exception("a batch of %d rows failed", len(batch))
-                for turn in turns:
-                    self._end(turn, Finished("error", turn.slot.id, error=f"{type(why).__name__}: {why}"))
-                return True
-            self._choose(logits, turns)
+                self._fail([turn for turn in turns if turn.why is None], why)
             self._finish()
             return True
+
+    def _fail(self, turns: list[Turn], why: Exception | str) -> None:
+        """End turns by an error. What a forward wrote before it broke may have replaced rows of a sliding window."""
+        for turn in turns:
+            self.engine.cut(turn.slot.id, 0)
+            said = why if isinstance(why, str) else f"{type(why).__name__}: {why}"
+            self._end(turn, Finished("error", turn.slot.id, error=said))
 
     def run(self) -> None:
         """Iterate until there is nothing left to do."""
@@ -142,6 +170,8 @@ class Scheduler:
             pass
 
     def start(self) -> None:
+        if self._thread is not None or self._stopping:
+            raise RuntimeError("a scheduler starts once")
         self._thread = threading.Thread(target=self._loop, name="riftco-scheduler", daemon=True)
         self._thread.start()
 
@@ -165,8 +195,13 @@ class Scheduler:
                 if not self.waiting and not self.turns:
                     self._work.wait()
                     continue
-            if not self.step():
-                time.sleep(0.001)
+            try:
+                if not self.step():
+                    time.sleep(0.001)
+            except Exception as why:  # who waits for a reply is told, and those who come are served
+                log.exception("an iteration failed")
+                with self.lock:
+                    self._fail(list(self.turns.values()), why)
 
     def _drop_cancelled(self) -> None:
         for ticket in [t for t in self.waiting if t.cancelled]:
@@ -188,12 +223,14 @@ class Scheduler:
             self.waiting.remove(ticket)
             try:
                 self._begin(ticket, idle)
-            except Refused as why:  # an adapter that went away while it waited
+            except Exception as why:  # an adapter that went away while it waited, or no memory
+                log.exception("a request could not begin")
                 ticket.put(Finished("error", error=str(why)))
 
     def _begin(self, ticket: Ticket, idle: list[Slot]) -> None:
         request, engine = ticket.request, self.engine
         prompt, key = list(request.prompt), engine.bank.set_of(request.adapters)
+        engine.bank.ready(key)
         sampler = Sampler(request.sampling, prompt, engine.model.config.vocab_size, engine.model.device)
         slot = max(idle, key=lambda s: (s.common(prompt, key), not s.tokens, -s.used))
         engine.use(slot.id, key)
@@ -224,19 +261,49 @@ class Scheduler:
     def _batch(self) -> tuple[Batch | None, list[Turn]]:
         """Decode rows of every slot that has one, then prefill chunks while there is room."""
         room, parts, turns = self.engine.chunk, [], []
+        ends: dict[int, int] = {}  # slot -> rows that it will hold
         for turn in sorted(self.turns.values(), key=lambda t: (t.slot.state != State.DECODING, t.slot.used)):
             if turn.why is not None or room < 1:
                 continue
-            pending = turn.pending
-            rows = pending[:room]
+            pending, held = turn.pending, len(turn.slot.tokens)
+            rows = pending[: self._fit(turn.slot, ends, min(room, len(pending)))]
+            if not rows:
+                continue
             room -= len(rows)
             last = len(rows) == len(pending)
             turn.draft = self._guess(turn, room) if last else []
+            ends[turn.slot.id] = held + len(rows)
+            guessed = {**ends, turn.slot.id: held + len(rows) + len(turn.draft)}
+            if not self.engine.fits(guessed):
+                turn.draft = []
+            ends[turn.slot.id] += len(turn.draft)
             room -= len(turn.draft)
             output = ("all" if turn.draft else "last") if last else "none"
             parts.append(Batch.of(turn.slot.id, len(turn.slot.tokens), rows + turn.draft, output=output))
             turns.append(turn)
+        if not parts and self.turns and all(turn.why is None for turn in self.turns.values()):
+            self._yield()
         return (Batch.join(parts), turns) if parts else (None, [])
+
+    def _yield(self) -> None:
+        """Nobody can go on for want of pages: the newest turn gives its own to the others, and reads again later."""
+        holders = sorted((t for t in self.turns.values() if t.slot.tokens), key=lambda t: t.slot.used)
+        if len(holders) > 1:
+            self.engine.cut(holders[-1].slot.id, 0)
+            holders[-1].slot.state = State.PREFILLING
+        else:  # all pages are its own
+            self._fail(holders or list(self.turns.values()), "the cache has no page left; make the engine with more")
+
+    def _fit(self, slot: Slot, ends: Mapping[int, int], rows: int) -> int:
+        """How many of so many more rows of a slot the cache has pages for, beside slots that end at `ends`. Idle slots
+        give theirs up for it, the longest unused first."""
+        while rows and not self.engine.fits({**ends, slot.id: len(slot.tokens) + rows}):
+            idle = [s for s in self.engine.slots if s.id not in self.turns and s.tokens]
+            if idle:
+                self.engine.cut(min(idle, key=lambda s: s.used).id, 0)
+            else:
+                rows //= 2
+        return rows
 
     def _guess(self, turn: Turn, room: int) -> list[int]:
         """What may follow the newest token of a turn that decodes, as far as its rows and tokens go."""
@@ -298,9 +365,7 @@ class Scheduler:
             self._end(turn, finished)
 
     def _teach(self, turn: Turn, teach: Teach) -> LearnOutcome:
-        reply = list(turn.reply if teach.reply is None else teach.reply)
-        if not reply:
-            return LearnOutcome(False, "the reply to learn is empty", adapter=teach.adapter)
+        reply = turn.reply if teach.reply is None else teach.reply
         try:
             return self.learn(turn.slot.id, turn.prompt, reply, teach.adapter, teach.lr, note=teach.note)
         except Exception as why:  # taken back; the turn was served
@@ -308,7 +373,7 @@ class Scheduler:
             return LearnOutcome(False, f"{type(why).__name__}: {why}", adapter=teach.adapter)
 
     def learn(
-        self, slot: int, prompt: list[int], reply: list[int], adapter: str, lr: float,
+        self, slot: int, prompt: Sequence[int], reply: Sequence[int], adapter: str, lr: float,
         *, note: Mapping[str, Any] | None = None, **options,
     ) -> LearnOutcome:  # fmt: skip
         """Learn a reply behind the prompt that a slot served; the one learner of every route.
@@ -316,14 +381,21 @@ class Scheduler:
         The slot must hold the prompt as it was served, all but its last token perhaps: it is compared token by token.
         """
         with self.lock:
-            began, held = self.clock(), self.engine.slot(slot).tokens
+            began = self.clock()
+            try:
+                held = self.engine.slot(slot).tokens
+                prompt, reply = ids_of(prompt, "the prompt"), ids_of(reply, "the reply to learn")
+                if not prompt or not reply:
+                    raise Refused(f"the {'reply to learn' if prompt else 'prompt'} is empty")
+            except Refused as why:
+                return LearnOutcome(False, str(why), adapter=adapter)
             n = len(prompt) - 1
             for i, (mine, asked) in enumerate(zip(held, prompt[:n])):
                 if mine != asked:
-                    why = (
+                    said = (
                         f"slot {slot} served another prompt: it differs at token {i} of {n}; serve this one, then learn"
                     )
-                    return LearnOutcome(False, why, adapter=adapter)
+                    return LearnOutcome(False, said, adapter=adapter)
             outcome = self.engine.learn(
                 slot, n, [prompt[-1], *reply[:-1]], reply, adapter=adapter, lr=lr, note=note, **options
             )
