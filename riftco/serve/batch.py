@@ -74,12 +74,13 @@ class Batch:
     @classmethod
     def of(cls, slot: int, position: int, tokens, *, output: str = "last", label=None, label_weight=None) -> Batch:
         """Rows of one slot from `position` on; `output` is "last", "all" or "none"."""
-        ids = torch.as_tensor(tokens, dtype=torch.int64)
+        ids = torch.tensor(ids_of(tokens, "tokens"), dtype=torch.int64)
+        slot, position = whole(slot, "slot"), whole(position, "position")
         if output not in ("last", "all", "none"):
             raise Refused(f"output must be last, all or none; got {output!r}")
         wanted = torch.full(ids.shape, output == "all")
         wanted[-1:] = output != "none"
-        label = None if label is None else torch.as_tensor(label, dtype=torch.int64)
+        label = None if label is None else torch.tensor(ids_of(label, "labels"), dtype=torch.int64)
         weight = None if label_weight is None else torch.as_tensor(label_weight, dtype=torch.float32)
         at = torch.arange(position, position + len(ids))
         return cls(ids, at, torch.full_like(ids, slot), wanted, label, weight)

@@ -208,7 +208,8 @@ class Scheduler:
             self.waiting.remove(ticket)
             ticket.put(Finished("cancelled"))
         for turn in [t for t in self.turns.values() if t.ticket.cancelled]:
-            self.duty.drop()
+            if turn.why is not None:  # its lesson was what waited
+                self.duty.drop()
             self._end(turn, Finished("cancelled", turn.slot.id, turn.cached, len(turn.prompt)))
 
     def _admit(self) -> None:

@@ -248,7 +248,11 @@ class Audit:
             self.append(record)
 
     def lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
+        found = self.path.read_text().splitlines() if self.path.exists() else []
+        try:
+            return [json.loads(line) for line in found]
+        except ValueError as why:
+            raise CheckpointError(f"{self.path} is damaged ({why}); put it back from a copy, or move it away") from None
 
     def forget(self, learn_id: str) -> int:
         """Take a learn's tokens and text out of the log, for good; how many lines had them."""

@@ -6,14 +6,15 @@ import threading
 
 import pytest
 import torch
-from objective import SPEC, WINDOW, V, engine, prefill, tokens
+from objective import SPEC, WINDOW, V, decoder, engine, prefill, tokens
 from test_bytes import state_bytes as everything
-from test_scheduler import LONG, PROMPTS, answers, scheduler
+from test_scheduler import LONG, PROMPTS, Clock, answers, scheduler
 
 from riftco.adapters import LoraSpec
 from riftco.models import Decoder, DecoderConfig, generate_tokens
 from riftco.models.rotary import Rope
 from riftco.serve import Batch, Engine, Refused, Request, Sampling, Scheduler, Teach
+from riftco.serve.conversation import Chat
 
 ODD = ["ab", [1.5, 2.0], ["a"], [True, False], [None], None, 5, [2**70], [[1, 2]], torch.tensor([1.0, 2.0])]
 ODD += [torch.tensor([[1, 2]]), torch.tensor(5), torch.tensor([1, 2], device="meta"), {1: 2}.items()]
@@ -34,6 +35,19 @@ def test_what_is_no_row_of_tokens_is_refused(odd):
     assert everything(made.engine) == before and not made.waiting
     (got,), _ = answers(made, [Request(PROMPTS[0], max_new_tokens=3)])
     assert got == list(generate_tokens(made.engine.model, PROMPTS[0], max_new_tokens=3))
+
+
+@pytest.mark.parametrize("odd", [[1.5], ["a"], torch.tensor([1.0]), torch.tensor([[1]]), None, [2**70]], ids=str)
+def test_a_batch_of_no_tokens_is_refused(odd):
+    for given in (
+        {"tokens": odd},
+        {"tokens": [1], "label": odd},
+        {"tokens": [1], "slot": "0"},
+        {"tokens": [1], "position": 0.0},
+    ):
+        if given.get("label", 0) is not None:
+            with pytest.raises(Refused):
+                Batch.of(**{"slot": 0, "position": 0, "tokens": odd, **given})
 
 
 SAMPLING = [
@@ -302,3 +316,101 @@ def test_many_threads_at_once():
     assert not odd and not made.turns and not made.waiting
     for slot in made.engine.slots:
         assert made.engine.cache.lengths[slot.id] == len(slot.tokens) and not slot.unsure
+
+
+def slowly(made, clock, monkeypatch):
+    real = Engine.learn
+
+    def slow(self, *args, **options):
+        clock.now += 1.0
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(Engine, "learn", slow)
+
+
+@pytest.mark.parametrize("which", ["teacher", "neighbour"])
+def test_only_the_lesson_that_waited_takes_its_wait_along(which, monkeypatch):
+    """A client that comes and goes beside a learning server does not make it learn more than its share."""
+    clock = Clock()
+    made = scheduler(slots=3, clock=clock)
+    slowly(made, clock, monkeypatch)
+    teachers = [made.submit(Request(p, max_new_tokens=2, teach=Teach("a", 1e-3))) for p in PROMPTS[:2]]
+    other = made.submit(Request(PROMPTS[2], max_new_tokens=38))
+    for _ in range(5):
+        made.step()
+    (late,) = [t for t in teachers if t.finished is None]
+    assert made.duty.debt > 0 and other.finished is None
+    if which == "teacher":
+        late.stop()  # its reply has ended: nothing to stop
+        made.step()
+        assert late.finished is None
+        late.cancel()
+        made.step()
+        assert late.finished.why == "cancelled" and late.finished.learn is None and not made.duty.debt
+        return
+    guest = made.submit(Request(PROMPTS[3], max_new_tokens=9))
+    made.step()
+    guest.cancel()
+    made.step()
+    assert late.finished is None and made.duty.debt > 0
+    made.run()
+    assert late.finished.learn.success
+
+
+@pytest.mark.parametrize("steps", range(7))
+def test_cancelled_at_any_step(steps):
+    """Waiting, reading, decoding, done: the slot is free, and what it holds is what it read."""
+    made = scheduler(slots=1, chunk=4, speculate=2)
+    first = made.submit(Request(LONG[:14], max_new_tokens=3, teach=Teach("a", 1e-3)))
+    second = made.submit(Request(PROMPTS[0], max_new_tokens=2))
+    for _ in range(steps):
+        made.step()
+    first.cancel()
+    made.run()
+    assert first.finished.why in ("cancelled", "length") and second.finished.why == "length"
+    assert second.tokens == list(generate_tokens(made.engine.model, PROMPTS[0], max_new_tokens=2))
+    slot = made.engine.slots[0]
+    assert made.engine.cache.lengths[0] == len(slot.tokens) and not made.turns
+
+
+@pytest.mark.parametrize("speculate", [0, 4])
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_chunks_smaller_than_what_wants_to_run(chunk, speculate):
+    requests = [Request(p, max_new_tokens=9) for p in (*PROMPTS, (PROMPTS[0] * 4)[:17], tokens(WINDOW, 3).tolist())]
+    got, ends = answers(scheduler(slots=3, chunk=chunk, speculate=speculate), requests)
+    assert [e.why for e in ends] == ["length"] * len(requests) and len(got[-1]) == 1
+    assert got[:-1] == [list(generate_tokens(decoder(), r.prompt, max_new_tokens=9)) for r in requests[:-1]]
+
+
+class Words:
+    """A tokenizer of one character a token."""
+
+    stop_ids, eos_id = (0,), 0
+
+    def encode(self, text):
+        return [1 + ord(c) % (V - 1) for c in text]
+
+    def decode(self, ids, **_):
+        return "".join(chr(96 + i) for i in ids)
+
+    def render_chat(self, messages, add_generation_prompt=False, **_):
+        return "".join(m["content"] + "|" for m in messages)
+
+
+def test_a_question_that_is_refused_is_no_part_of_the_conversation():
+    made = scheduler()
+    made.start()
+    try:
+        talk = Chat(made, Words(), adapter="a")
+        with pytest.raises(Refused, match="more than the window"):
+            talk.say("x" * 60)
+        assert not talk.messages
+        assert "".join(talk.say("ab", max_new_tokens=3)) == talk.messages[1]["content"]
+        assert [m["role"] for m in talk.messages] == ["user", "assistant"]
+        for _ in talk.say("cd", max_new_tokens=30):
+            break  # its reader went away: the slot is free again, the conversation whole
+        assert [m["role"] for m in talk.messages] == ["user", "assistant"] * 2
+        with pytest.raises(Refused, match="no answer to correct"):
+            talk.correct("no", lr=1e-3)
+    finally:
+        made.close()

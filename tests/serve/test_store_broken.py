@@ -122,3 +122,14 @@ def test_what_is_no_adapter_is_let_be(tmp_path):
     start(tmp_path)
     (tmp_path / "adapters" / ".DS_Store").write_text("x")
     assert list(start(tmp_path).bank.adapters) == ["a"]
+
+
+def test_a_log_with_holes_is_named(tmp_path):
+    made = start(tmp_path)
+    event(made, 1)
+    log = tmp_path / "audit.jsonl"
+    log.write_bytes(b"\0" * 40 + log.read_bytes()[40:])
+    with pytest.raises(CheckpointError, match="is damaged"):
+        start(tmp_path)
+    log.unlink()
+    assert [r["event"] for r in start(tmp_path).store.audit.lines()] == [1, 2], "of the checkpoints that are kept"
