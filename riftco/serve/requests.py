@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +74,8 @@ class Ticket:
         self.tokens: list[int] = []
         self.finished: Finished | None = None
         self.cancelled = self.stopped = False
+        self.cached = 0  # tokens of the prompt that were there already, once it has begun
+        self.notify: Callable[[], None] | None = None  # called after each event, on the thread that puts it
         self._queue: queue.SimpleQueue[Chosen | Finished] = queue.SimpleQueue()
 
     def cancel(self) -> None:
@@ -90,6 +92,13 @@ class Ticket:
         else:
             self.tokens.append(event.token)
         self._queue.put(event)
+        if self.notify is not None:
+            self.notify()
+
+    def waiting(self) -> Iterator[Chosen | Finished]:
+        """The events that are there, without waiting for more."""
+        while not self._queue.empty():
+            yield self._queue.get()
 
     def next(self, timeout: float | None = None) -> Chosen | Finished:
         """The next event, the end again and again once it is there; raises queue.Empty after `timeout` seconds without

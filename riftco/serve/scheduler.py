@@ -239,6 +239,7 @@ class Scheduler:
         self._borrow(slot, prompt, key)
         self._ticks += 1
         slot.used, slot.state = self._ticks, State.PREFILLING
+        ticket.cached = len(slot.tokens)
         text = Draft(prompt) if self.speculate else None
         self.turns[slot.id] = Turn(ticket, slot, prompt, sampler, len(slot.tokens), text)
 

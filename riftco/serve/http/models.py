@@ -1,0 +1,107 @@
+"""What requests may hold. Fields that riftco does not know are let through where clients send them anyway."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..sampling import Sampling
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=False)
+
+
+class LoraUse(BaseModel):
+    """An adapter at a scale."""
+
+    id: str
+    scale: float = 1.0
+
+
+class LearnOptions(BaseModel):
+    """Learn this turn: its own reply, or `reply` in its place.
+
+    id: a learn id of the client's: sent twice, it is learned once.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    lora_id: str
+    lr: float = Field(gt=0, allow_inf_nan=False)
+    reply: str | None = None
+    reply_tokens: list[int] | None = None
+    id: str | None = Field(default=None, max_length=200)
+    dry_run: bool = False
+
+
+class Sampled(Body):
+    """Options of sampling that every dialect shares."""
+
+    temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=0)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    repeat_penalty: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    lora: list[LoraUse] | None = None
+    id_slot: int | None = None
+    learn: LearnOptions | None = None
+
+    def sampling(self, logprobs: int | None = None, temperature: float = 1.0) -> Sampling:
+        """`temperature` is the dialect's default."""
+        return Sampling(
+            temperature=temperature if self.temperature is None else self.temperature,
+            top_k=self.top_k or 0,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty or self.repeat_penalty or 1.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=self.logit_bias or {},
+            seed=self.seed,
+            logprobs=logprobs,
+        )
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class ChatRequest(Sampled):
+    """POST /v1/chat/completions"""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    model: str | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    stop: str | list[str] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=20)
+    n: Literal[1] = 1
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class CompletionRequest(Sampled):
+    """POST /v1/completions"""
+
+    prompt: str | list[int]
+    model: str | None = None
+    max_tokens: int | None = Field(default=16, ge=1)
+    stop: str | list[str] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=5)
+    echo: Literal[False] = False
+    n: Literal[1] = 1
+
+
+def stops_of(stop: str | list[str] | None) -> list[str]:
+    return [] if stop is None else [stop] if isinstance(stop, str) else stop

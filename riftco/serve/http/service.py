@@ -1,0 +1,209 @@
+"""What every dialect asks of the engine, once: prompts, turns, learning, adapters."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...adapters import AdapterError
+from ...models import ModelError, Tokenizer
+from ..batch import Refused
+from ..conversation import reply_tokens, serving_prompt_tokens
+from ..engine import Engine
+from ..learner import LearnOutcome
+from ..requests import Request, Teach, Ticket
+from ..sampling import Sampling
+from ..scheduler import Scheduler
+from .errors import ApiError
+from .models import LearnOptions, LoraUse
+
+REMEMBERED = 1024  # learn ids whose outcome is kept for a client that asks again
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one caller may ask for: tokens of a learned reply, learns in a minute, waiting requests."""
+
+    reply_tokens: int = 4096
+    learns_per_minute: int = 60
+    queue: int = 256
+
+
+@dataclass
+class Counts:
+    """Totals since the start, for /metrics."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    predicted_tokens: int = 0
+    requests: int = 0
+    learns: dict[tuple[bool, str], int] = field(default_factory=dict)
+
+
+class Service:
+    """An engine behind HTTP.
+
+    Args:
+        engine, tokenizer: what serves.
+        name: the model's, in answers.
+        learns: whether learning is offered at all (a folder for what is learned was given).
+        limits: caps.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        *,
+        name: str,
+        learns: bool = False,
+        limits: Limits | None = None,
+        speculate: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.engine, self.tokenizer, self.name, self.learns = engine, tokenizer, name, learns
+        self.limits = limits or Limits()
+        self.scheduler = Scheduler(engine, queue=self.limits.queue, speculate=speculate)
+        self.counts, self.created, self._clock = Counts(), int(time.time()), clock
+        self._recent: deque[float] = deque()
+        self._known: OrderedDict[str, LearnOutcome] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def prompt_of(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
+        """The tokens that a conversation is served with, and learned behind."""
+        try:
+            return serving_prompt_tokens(self.tokenizer, messages, **options)
+        except ModelError as why:
+            raise ApiError(400, str(why), param="messages") from None
+
+    def tokens_of(self, prompt: str | Sequence[int]) -> list[int]:
+        """A completion's prompt: text, or tokens."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, add_special_tokens=True)
+        return list(prompt)
+
+    def submit(
+        self,
+        prompt: list[int],
+        sampling: Sampling,
+        max_new_tokens: int | None,
+        *,
+        lora: Sequence[LoraUse] | None = None,
+        slot: int | None = None,
+        learn: LearnOptions | None = None,
+        caller: str = "",
+        ignore_eos: bool = False,
+    ) -> Ticket:
+        """Queue a turn; what can never run is refused at once."""
+        window = self.engine.window
+        if len(prompt) > window:
+            raise ApiError(
+                400, f"the prompt has {len(prompt)} tokens; the context holds {window}", code="context_length_exceeded",
+                n_prompt_tokens=len(prompt), n_ctx=window,
+            )  # fmt: skip
+        request = Request(
+            prompt,
+            max_new_tokens=window if max_new_tokens is None else max_new_tokens,
+            sampling=sampling,
+            stop_ids=() if ignore_eos else self.tokenizer.stop_ids,
+            adapters=self.adapters_of(lora),
+            slot=None if slot is None or slot < 0 else slot,
+            teach=None if learn is None else self.teach(learn, caller),
+        )
+        try:
+            ticket = self.scheduler.submit(request)
+        except Refused as why:
+            busy = "wait already" in str(why)
+            raise ApiError(503 if busy else 400, str(why), retry=busy) from None
+        self.counts.requests += 1
+        return ticket
+
+    def adapters_of(self, lora: Sequence[LoraUse] | None) -> dict[str, float]:
+        return {} if lora is None else {use.id: use.scale for use in lora}
+
+    def teach(self, learn: LearnOptions, caller: str) -> Teach:
+        """A request's learn option as the scheduler takes it; one set of refusals for every route."""
+        self.may_learn()
+        reply = learn.reply_tokens
+        if learn.reply is not None:
+            try:
+                reply = reply_tokens(self.tokenizer, {"role": "assistant", "content": learn.reply})
+            except Refused as why:
+                raise ApiError(400, str(why), param="learn.reply") from None
+        if reply is not None and len(reply) > self.limits.reply_tokens:
+            raise ApiError(400, f"a learned reply has at most {self.limits.reply_tokens} tokens; got {len(reply)}")
+        note = {"learn_id": learn.id or uuid.uuid4().hex, "caller": caller}
+        return Teach(learn.lora_id, learn.lr, reply, note)
+
+    def needs_learning(self) -> None:
+        if not self.learns:
+            raise ApiError(404, "this server does not learn: start it with --train-dir", code="learning_disabled")
+
+    def slot_of(self, prompt: list[int]) -> int:
+        """The slot that served this prompt: the one that holds most of it."""
+        slots = self.engine.slots
+        return max(slots, key=lambda s: s.common(prompt, s.key)).id
+
+    def may_learn(self) -> None:
+        self.needs_learning()
+        now = self._clock()
+        while self._recent and now - self._recent[0] > 60:
+            self._recent.popleft()
+        if len(self._recent) >= self.limits.learns_per_minute:
+            raise ApiError(429, f"at most {self.limits.learns_per_minute} learns a minute; try again later", retry=True)
+        self._recent.append(now)
+
+    def learned(self, id: str | None) -> LearnOutcome | None:
+        """The outcome of a learn that this id was given for before: a client that asks twice has it once."""
+        return None if id is None else self._known.get(id)
+
+    def learn(self, slot: int, prompt: list[int], options: LearnOptions, caller: str) -> LearnOutcome:
+        """Learn a reply behind the prompt that a slot served. Blocks: call it on a thread."""
+        with self._lock:
+            if (before := self.learned(options.id)) is not None:
+                return before
+            teach = self.teach(options, caller)
+            if not teach.reply:
+                raise ApiError(400, "a learn needs a reply", param="reply")
+            outcome = self.scheduler.learn(
+                slot, prompt, list(teach.reply), teach.adapter, teach.lr, note=teach.note, dry_run=options.dry_run
+            )
+            self.remember(options.id, outcome)
+            return outcome
+
+    def remember(self, id: str | None, outcome: LearnOutcome) -> None:
+        key = (outcome.success, "" if outcome.success else "refused")
+        self.counts.learns[key] = self.counts.learns.get(key, 0) + 1
+        if id is not None:
+            self._known[id] = outcome
+            while len(self._known) > REMEMBERED:
+                self._known.popitem(last=False)
+
+    def change(self, what: Callable[[], Any]) -> Any:
+        """Run something that changes adapters or slots between two iterations; refusals become 400."""
+        with self.scheduler.lock:
+            try:
+                return what()
+            except (Refused, AdapterError, ModelError) as why:
+                raise ApiError(400, str(why)) from None
+
+    def adapter_cards(self) -> list[dict[str, Any]]:
+        cards = []
+        for id, adapter in sorted(self.engine.bank.adapters.items()):
+            pupil = self.engine.learner.pupils.get(id)
+            cards.append({
+                "id": id, "version": adapter.version, "digest": adapter.digests[-1], "rank": adapter.spec.rank,
+                "step": 0 if pupil is None else pupil.step, "undoable": 0 if pupil is None else len(pupil.journal),
+            })  # fmt: skip
+        return cards
+
+
+def outcome_json(outcome: LearnOutcome) -> dict[str, Any]:
+    """A learn's outcome as clients read it: what is not known is left out."""
+    fields = {name: getattr(outcome, name) for name in LearnOutcome.__dataclass_fields__}
+    return {name: value for name, value in fields.items() if value is not None}
