@@ -18,6 +18,7 @@ from . import (
     merge,
     quantize,
     quickstart,
+    serve,
     train_tiny,
 )
 
@@ -48,6 +49,7 @@ app.command("finetune")(finetune.finetune)
 app.command("train-tiny")(train_tiny.train_tiny)
 app.command("evaluate")(evaluate.evaluate)
 app.command("chat")(chat.chat)
+app.command("serve")(serve.serve)
 app.command("generate")(generate.generate)
 app.command("merge")(merge.merge)
 app.command("export")(export.export)

@@ -69,11 +69,12 @@ class Finished:
 class Ticket:
     """A request on its way: iterate over its tokens; afterwards `finished` says how it ended."""
 
-    def __init__(self, request: Request):
-        self.request = request
+    def __init__(self, request: Request, on_end: Callable[[Finished], None] | None = None):
+        self.request, self._on_end = request, on_end
         self.tokens: list[int] = []
         self.finished: Finished | None = None
         self.cancelled = self.stopped = False
+        self.known: LearnOutcome | None = None  # of a learn that was asked for before, under the same id
         self.cached = 0  # tokens of the prompt that were there already, once it has begun
         self.notify: Callable[[], None] | None = None  # called after each event, on the thread that puts it
         self._queue: queue.SimpleQueue[Chosen | Finished] = queue.SimpleQueue()
@@ -89,6 +90,8 @@ class Ticket:
     def put(self, event: Chosen | Finished) -> None:
         if isinstance(event, Finished):
             self.finished = event
+            if self._on_end is not None:
+                self._on_end(event)
         else:
             self.tokens.append(event.token)
         self._queue.put(event)

@@ -57,6 +57,20 @@ class Turn:
         return self.prompt[read:] + self.reply if read < n else self.reply[read - n :]
 
 
+@dataclass
+class Totals:
+    """What a scheduler has done so far."""
+
+    prompt: int = 0
+    cached: int = 0
+    predicted: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    learned: int = 0
+    refused: int = 0
+    learn_seconds: float = 0.0
+
+
 class Scheduler:
     """Runs requests on an engine's slots. `step` does one iteration; `start` does them on a thread.
 
@@ -86,6 +100,7 @@ class Scheduler:
         self.engine, self.limit, self.speculate, self.clock = engine, queue, speculate, clock
         self.waiting: deque[Ticket] = deque()
         self.turns: dict[int, Turn] = {}
+        self.totals = Totals()
         self.duty = DutyCycle(duty, clock=clock)
         self.lock = threading.RLock()  # held for an iteration: between two of them others may use the engine
         self._work = threading.Condition(self.lock)
@@ -93,8 +108,8 @@ class Scheduler:
         self._stopping = False
         self._ticks = 0
 
-    def submit(self, request: Request) -> Ticket:
-        """Queue a request.
+    def submit(self, request: Request, on_end: Callable[[Finished], None] | None = None) -> Ticket:
+        """Queue a request; `on_end` is told how it ended, before its reader is, on the scheduler's thread.
 
         Raises:
             Refused: it can never run as it stands, too many wait, or this is closed.
@@ -105,7 +120,7 @@ class Scheduler:
             request = self.check(request)
             if len(self.waiting) >= self.limit:
                 raise Refused(f"{self.limit} requests wait already; try again later")
-            ticket = Ticket(request)
+            ticket = Ticket(request, on_end)
             self.waiting.append(ticket)
             self._work.notify()
             return ticket
@@ -383,28 +398,39 @@ class Scheduler:
         The slot must hold the prompt as it was served, all but its last token perhaps: it is compared token by token.
         """
         with self.lock:
-            began = self.clock()
-            try:
-                held = self.engine.slot(slot).tokens
-                prompt, reply = ids_of(prompt, "the prompt"), ids_of(reply, "the reply to learn")
-                if not prompt or not reply:
-                    raise Refused(f"the {'reply to learn' if prompt else 'prompt'} is empty")
-            except Refused as why:
-                return LearnOutcome(False, str(why), adapter=adapter)
+            outcome = self._learn(slot, prompt, reply, adapter, lr, note, options)
+            self.totals.learned += outcome.success
+            self.totals.refused += not outcome.success
+            return outcome
+
+    def _learn(self, slot, prompt, reply, adapter, lr, note, options) -> LearnOutcome:
+        began = self.clock()
+        try:
+            held = self.engine.slot(slot).tokens
+            prompt, reply = ids_of(prompt, "the prompt"), ids_of(reply, "the reply to learn")
+            if not prompt or not reply:
+                raise Refused(f"the {'reply to learn' if prompt else 'prompt'} is empty")
             n = len(prompt) - 1
             for i, (mine, asked) in enumerate(zip(held, prompt[:n])):
                 if mine != asked:
-                    said = (
-                        f"slot {slot} served another prompt: it differs at token {i} of {n}; serve this one, then learn"
-                    )
-                    return LearnOutcome(False, said, adapter=adapter)
-            outcome = self.engine.learn(
-                slot, n, [prompt[-1], *reply[:-1]], reply, adapter=adapter, lr=lr, note=note, **options
-            )
-            self.duty.worked(self.clock() - began)
-            return outcome
+                    where = f"it differs at token {i} of {n}"
+                    raise Refused(f"slot {slot} served another prompt: {where}; serve this one, then learn")
+        except Refused as why:
+            return LearnOutcome(False, str(why), adapter=adapter)
+        tokens = [prompt[-1], *reply[:-1]]
+        outcome = self.engine.learn(slot, n, tokens, reply, adapter=adapter, lr=lr, note=note, **options)
+        took = self.clock() - began
+        self.duty.worked(took)
+        self.totals.learn_seconds += took
+        return outcome
 
     def _end(self, turn: Turn, finished: Finished) -> None:
+        totals = self.totals
+        totals.prompt += len(turn.prompt)
+        totals.cached += turn.cached
+        totals.predicted += len(turn.reply)
+        totals.drafted += turn.drafted
+        totals.accepted += turn.accepted
         turn.slot.state = State.IDLE
         del self.turns[turn.slot.id]
         turn.ticket.put(finished)

@@ -15,7 +15,7 @@ from sse_starlette import EventSourceResponse
 from starlette.exceptions import HTTPException
 
 from ... import __version__
-from . import learning, messages, openai, responses
+from . import learning, messages, metrics, native, openai, responses
 from .auth import Keys
 from .errors import ApiError
 from .models import Body, ChatRequest, CompletionRequest
@@ -142,6 +142,17 @@ def create_app(
         if body.stream:
             return EventSourceResponse(openai.completion_stream(service, body, ticket))
         return await openai.completion_answer(service, body, ticket)
+
+    @app.post("/completion", response_model=None)
+    async def completion(body: native.NativeRequest, request: Request) -> EventSourceResponse | dict[str, Any]:
+        ticket = native.native_ticket(service, body, caller_of(request, body))
+        if body.stream:
+            return EventSourceResponse(native.native_stream(service, body, ticket))
+        return await native.native_answer(service, body, ticket)
+
+    @app.get("/metrics")
+    async def totals() -> Response:
+        return Response(metrics.exposition(service), media_type="text/plain; version=0.0.4")
 
     @app.post("/v1/messages", response_model=None)
     async def anthropic(body: messages.MessagesRequest, request: Request) -> EventSourceResponse | dict[str, Any]:

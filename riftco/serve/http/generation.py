@@ -48,7 +48,8 @@ class Stops:
 
     def __init__(self, strings: Sequence[str]):
         self.strings = [s for s in strings if s]
-        self.held, self.found = "", None
+        self.held = ""
+        self.found: str | None = None
 
     def add(self, text: str) -> str:
         """What can be shown; sets `found` once a stop string is there, from which on there is nothing more."""
@@ -117,7 +118,9 @@ async def generation(ticket: Ticket, tokenizer: Tokenizer, stop: Sequence[str]) 
     now = time.perf_counter()
     first = first or now
     why = "stop" if stops.found is not None else ended.why
+    learn = ended.learn or ticket.known
     yield End(
-        why, shown, len(ticket.tokens), ended.prompt, ended.cached, ended.slot, ended.learn, first - began, now - first,
-        stops.found, ended.drafted, ended.accepted,
+        why=why, text=shown, tokens=len(ticket.tokens), prompt=ended.prompt, cached=ended.cached, slot=ended.slot,
+        learn=learn, seconds_prompt=first - began, seconds_text=now - first, stop_string=stops.found,
+        drafted=ended.drafted, accepted=ended.accepted,
     )  # fmt: skip

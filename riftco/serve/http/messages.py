@@ -101,7 +101,7 @@ async def messages_stream(service: Service, body: MessagesRequest, ticket: Ticke
 
     def start(prompt: int, cached: int) -> Iterator[dict[str, str]]:
         counts = {"input_tokens": prompt - cached, "cache_read_input_tokens": cached, "output_tokens": 0}
-        message = {
+        message: dict[str, Any] = {
             "id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "content": [],
             "model": body.model or service.name, "stop_reason": None, "stop_sequence": None, "usage": counts,
         }  # fmt: skip

@@ -51,14 +51,13 @@ def conversation(body: ResponsesRequest) -> list[dict[str, Any]]:
 def _text(content: Any, i: int) -> str:
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, list) else [None]
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") not in ("input_text", "output_text", "text"):
-            kind = part.get("type") if isinstance(part, dict) else None
-            raise ApiError(
-                400, f"input.{i}.content holds a part of type {kind!r}; this model reads text", param="input"
-            )
-    return "".join(str(part["text"]) for part in parts)
+    text = ""
+    for part in content if isinstance(content, list) else [None]:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("input_text", "output_text", "text"):
+            raise ApiError(400, f"input.{i}.content holds a part of type {kind!r}, not text", param="input")
+        text += str(part["text"])
+    return text
 
 
 def responses_ticket(service: Service, body: ResponsesRequest, caller: str) -> Ticket:

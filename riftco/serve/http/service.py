@@ -7,7 +7,7 @@ import time
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ...adapters import AdapterError
@@ -16,7 +16,7 @@ from ..batch import Refused
 from ..conversation import reply_tokens, serving_prompt_tokens
 from ..engine import Engine
 from ..learner import LearnOutcome
-from ..requests import Request, Teach, Ticket
+from ..requests import Finished, Request, Teach, Ticket
 from ..sampling import Sampling
 from ..scheduler import Scheduler
 from .errors import ApiError
@@ -38,11 +38,7 @@ class Limits:
 class Counts:
     """Totals since the start, for /metrics."""
 
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    predicted_tokens: int = 0
     requests: int = 0
-    learns: dict[tuple[bool, str], int] = field(default_factory=dict)
 
 
 class Service:
@@ -71,7 +67,7 @@ class Service:
         self.scheduler = Scheduler(engine, queue=self.limits.queue, speculate=speculate)
         self.counts, self.created, self._clock = Counts(), int(time.time()), clock
         self._recent: deque[float] = deque()
-        self._known: OrderedDict[str, LearnOutcome] = OrderedDict()
+        self._known: OrderedDict[str, LearnOutcome | None] = OrderedDict()  # None: under way
         self._lock = threading.Lock()
 
     def prompt_of(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
@@ -106,6 +102,10 @@ class Service:
                 400, f"the prompt has {len(prompt)} tokens; the context holds {window}", code="context_length_exceeded",
                 n_prompt_tokens=len(prompt), n_ctx=window,
             )  # fmt: skip
+        id, known = None if learn is None else learn.id, None
+        if id is not None:
+            known = self.claim(id)
+        teach = None if learn is None or known is not None else self._claimed(id, learn, caller)
         request = Request(
             prompt,
             max_new_tokens=window if max_new_tokens is None else max_new_tokens,
@@ -113,15 +113,29 @@ class Service:
             stop_ids=() if ignore_eos else self.tokenizer.stop_ids,
             adapters=self.adapters_of(lora),
             slot=None if slot is None or slot < 0 else slot,
-            teach=None if learn is None else self.teach(learn, caller),
+            teach=teach,
         )
+
+        def on_end(finished: Finished) -> None:
+            if teach is not None and id is not None:
+                self.settle(id, finished.learn)
+
         try:
-            ticket = self.scheduler.submit(request)
+            ticket = self.scheduler.submit(request, on_end)
         except Refused as why:
+            self.settle(id, known)
             busy = "wait already" in str(why)
             raise ApiError(503 if busy else 400, str(why), retry=busy) from None
+        ticket.known = known
         self.counts.requests += 1
         return ticket
+
+    def _claimed(self, id: str | None, learn: LearnOptions, caller: str) -> Teach:
+        try:
+            return self.teach(learn, caller)
+        except ApiError:
+            self.settle(id, None)
+            raise
 
     def adapters_of(self, lora: Sequence[LoraUse] | None) -> dict[str, float]:
         return {} if lora is None else {use.id: use.scale for use in lora}
@@ -158,31 +172,48 @@ class Service:
             raise ApiError(429, f"at most {self.limits.learns_per_minute} learns a minute; try again later", retry=True)
         self._recent.append(now)
 
-    def learned(self, id: str | None) -> LearnOutcome | None:
-        """The outcome of a learn that this id was given for before: a client that asks twice has it once."""
-        return None if id is None else self._known.get(id)
+    def claim(self, id: str) -> LearnOutcome | None:
+        """The outcome of the learn that this id was given for before; else it is this caller's from now on.
+
+        Raises:
+            ApiError: that learn is under way; asked again later, its outcome is there.
+        """
+        with self._lock:
+            if id in self._known:
+                outcome = self._known[id]
+                if outcome is None:
+                    raise ApiError(503, f"the learn {id!r} is under way; ask again", retry=True)
+                return outcome
+            self._known[id] = None
+            return None
+
+    def settle(self, id: str | None, outcome: LearnOutcome | None) -> None:
+        """What became of a claimed learn; None gives the id free again."""
+        if id is None:
+            return
+        with self._lock:
+            if outcome is None:
+                self._known.pop(id, None)
+                return
+            self._known[id] = outcome
+            while len(self._known) > REMEMBERED:
+                self._known.popitem(last=False)
 
     def learn(self, slot: int, prompt: list[int], options: LearnOptions, caller: str) -> LearnOutcome:
         """Learn a reply behind the prompt that a slot served. Blocks: call it on a thread."""
-        with self._lock:
-            if (before := self.learned(options.id)) is not None:
-                return before
+        if options.id is not None and (before := self.claim(options.id)) is not None:
+            return before
+        outcome = None
+        try:
             teach = self.teach(options, caller)
             if not teach.reply:
                 raise ApiError(400, "a learn needs a reply", param="reply")
             outcome = self.scheduler.learn(
                 slot, prompt, list(teach.reply), teach.adapter, teach.lr, note=teach.note, dry_run=options.dry_run
             )
-            self.remember(options.id, outcome)
             return outcome
-
-    def remember(self, id: str | None, outcome: LearnOutcome) -> None:
-        key = (outcome.success, "" if outcome.success else "refused")
-        self.counts.learns[key] = self.counts.learns.get(key, 0) + 1
-        if id is not None:
-            self._known[id] = outcome
-            while len(self._known) > REMEMBERED:
-                self._known.popitem(last=False)
+        finally:
+            self.settle(options.id, outcome)
 
     def change(self, what: Callable[[], Any]) -> Any:
         """Run something that changes adapters or slots between two iterations; refusals become 400."""

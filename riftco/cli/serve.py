@@ -1,0 +1,51 @@
+"""riftco serve"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from . import options
+from .errors import command
+
+Opt = typer.Option
+
+
+@command
+def serve(
+    model: options.Model,
+    host: Annotated[str, Opt("--host", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, Opt("--port", min=1, max=65535, help="Port to listen on.")] = 8080,
+    slots: Annotated[int, Opt("--slots", min=1, help="Conversations held at once.")] = 4,
+    window: Annotated[int | None, Opt("--window", help="Tokens of a slot; the model's context unless given.")] = None,
+    cache: Annotated[str, Opt("--cache", help="float32, float16, bfloat16 or q8_0.")] = "q8_0",
+    chunk: Annotated[int, Opt("--chunk", min=1, help="Rows of a forward.")] = 512,
+    speculate: Annotated[int, Opt("--speculate", min=0, help="Tokens to guess from the text so far.")] = 0,
+    train_dir: Annotated[
+        str | None, Opt("--train-dir", help="Learn, and keep what was learned here; without it nothing learns.")
+    ] = None,
+    rank: Annotated[int, Opt("--rank", help="Of a new adapter.")] = 8,
+    adapter: Annotated[str, Opt("--adapter-id", help="The adapter that learns; made where there is none.")] = "live",
+    lr_max: Annotated[float, Opt("--lr-max", help="The largest learning rate that a request may ask for.")] = 1e-2,
+    journal: Annotated[int, Opt("--journal", min=0, help="How many steps can be undone.")] = 8,
+    api_key: Annotated[str | None, Opt("--api-key", envvar="RIFTCO_API_KEY", help="Asked of every caller.")] = None,
+    admin_key: Annotated[
+        str | None, Opt("--admin-key", envvar="RIFTCO_ADMIN_KEY", help="Asked of who learns, promotes or undoes.")
+    ] = None,
+    insecure: Annotated[bool, Opt("--insecure", help="Listen to other machines without a key.")] = False,
+    weights: options.Weights = "auto",
+    device: options.Device = "auto",
+    debug: options.Debug = False,
+) -> None:
+    """Serve a model over HTTP, in OpenAI's, Anthropic's and llama.cpp's forms, and learn in place.
+
+    Example: riftco serve --model model.gguf --train-dir mine
+    """
+    from ..serve.http.run import serve_forever
+
+    serve_forever(
+        model, host=host, port=port, slots=slots, window=window, cache=cache, chunk=chunk, speculate=speculate,
+        train_dir=train_dir, rank=rank, adapter=adapter, lr_max=lr_max, journal=journal, api_key=api_key,
+        admin_key=admin_key, insecure=insecure, weights=weights, device=device,
+    )  # fmt: skip
