@@ -54,7 +54,7 @@ def _text(content: Any, i: int) -> str:
     text = ""
     for part in content if isinstance(content, list) else [None]:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("input_text", "output_text", "text"):
+        if not isinstance(part, dict) or kind not in ("input_text", "output_text", "text"):
             raise ApiError(400, f"input.{i}.content holds a part of type {kind!r}, not text", param="input")
         text += str(part["text"])
     return text
