@@ -12,12 +12,21 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("XLA_COMPILATION_CACHE_SIZE", "64")
 
 import collections
+import importlib.util
 
 import pytest
 import support
 
 if os.environ.get("PYTEST_XDIST_WORKER"):
     torch.set_num_threads(1)  # the workers share the cores
+
+
+if importlib.util.find_spec("hypothesis"):  # it is not in every environment
+    from hypothesis import HealthCheck, settings
+
+    # how long a machine takes is no property
+    settings.register_profile("riftco", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("riftco")
 
 
 @pytest.fixture(autouse=True)
