@@ -1,4 +1,4 @@
-"""What the three examples share: a byte-level decoder on riftco's ops, a batch of text, and the choice of a device."""
+"""What the examples share: a byte-level decoder on riftco's ops, a batch of text, and the choice of a device."""
 
 import argparse
 import importlib.util

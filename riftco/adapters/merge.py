@@ -33,10 +33,13 @@ class Merged:
         if not self.relative:
             return ["no layer carried a LoRA; what was trained in place is part of the weights"]
         whole = math.sqrt(sum(r * r for r in self.relative.values()) / len(self.relative))
+        worst, lost = max(self.lost.items(), key=lambda item: item[1])
         lines = [
             f"merged {len(self.relative)} layers; the delta is {whole:.2%} of the base's norm (root mean square), and "
-            f"rounding took {max(self.lost.values()):.2%} of it at most"
+            f"rounding took {lost:.2%} of it at most"
         ]
+        if lost > 0.1:
+            lines.append(f"  {worst} lost that: so small a delta needs more bits (float32)")
         most = sorted(self.relative.items(), key=lambda item: -item[1])[:3]
         lines += [f"  {name}: {ratio:.2%}" for name, ratio in most]
         if self.untied:

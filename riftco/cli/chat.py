@@ -10,9 +10,9 @@ from . import options
 from .errors import command
 
 Opt = typer.Option
-HELP = """/learn TEXT   learn TEXT in place of the last answer (4 steps; --steps)
+HELP = """/learn TEXT   learn TEXT in place of the last answer; what serves changes with /promote only
 /promote      serve what was learned from the next question on
-/undo [N]     take the last N steps back (1)
+/undo [N]     take the last N steps of learning back (1); what was promoted goes on serving
 /new          forget the conversation
 /quit"""
 
@@ -61,7 +61,7 @@ def chat(
                 typer.echo(HELP)
             elif line == "/new":
                 talk.restart()
-            elif line == "/promote" or line.startswith(("/learn ", "/undo")):
+            elif line.split(" ")[0] in ("/learn", "/promote", "/undo"):
                 _do(talk, line, lr, steps)
             elif line.startswith("/"):
                 typer.echo(f"{line.split()[0]}: no such command; /help lists them", err=True)
@@ -85,6 +85,8 @@ def _do(talk, line: str, lr: float, steps: int) -> None:
             if rest.strip() and not rest.strip().isdigit():
                 raise Refused(f"/undo takes a number; got {rest.strip()!r}")
             typer.echo(f"back at step {talk.undo(int(rest or 1))}")
+        elif not rest.strip():
+            raise Refused("/learn takes the answer that should have come: /learn TEXT")
         else:
             for outcome in talk.chat.correct(rest.strip(), lr=lr, steps=steps):
                 if not outcome.success:

@@ -13,7 +13,7 @@ from .errors import command
 
 @command
 def explain(
-    device: Annotated[str | None, typer.Option("--device", help="cpu, cuda, mps or xla; all without it.")] = None,
+    device: Annotated[str | None, typer.Option("--device", help="cpu, cuda, mps (or metal), xla (or tpu).")] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="float32, float16, bfloat16 or float64.")] = "float32",
     op: Annotated[str | None, typer.Option("--op", help="Only ops whose name contains this.")] = None,
     model: Annotated[

@@ -16,7 +16,7 @@ from .. import tpu
 from ..bench.machine import reason_of
 from ..kernels import ROOMS, _check
 from ..kernels._cases import Case
-from ..train.config import ConfigError
+from ..train.config import ALIASES, ConfigError
 from ..train.tiny import TinyRun, train_tiny
 from . import machine
 from .machine import State
@@ -95,6 +95,7 @@ def examine(devices: Sequence[str] = (), op: str | None = None, tell: Tell = lam
     Raises:
         ConfigError: an unknown device or op, or a named device that is not here.
     """
+    devices = [ALIASES.get(d, d) for d in devices]
     if unknown := [d for d in devices if d not in DEVICES]:
         raise ConfigError(f"--device must be one of {', '.join(DEVICES)}; got {unknown[0]!r}")
     rooms = [r for r in ROOMS if op is None or op in r]

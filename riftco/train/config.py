@@ -240,6 +240,7 @@ def configured(given: Mapping[str, Any], stored: Mapping[str, Any] | None = None
     return replace(before, **asked)
 
 
+ALIASES = {"metal": "mps", "tpu": "xla"}  # a backend's name -> the type of its device
 PLACES = "auto, cpu, cuda, cuda:N, mps (or metal), tpu"
 
 
@@ -252,7 +253,7 @@ def pick_device(name: str) -> torch.device:
             raise ConfigError(f"--device {name}: {reason}, or use cpu")
         return tpu.device()
     try:
-        device = torch.device("mps" if name == "metal" else name)
+        device = torch.device(ALIASES.get(name, name))
     except RuntimeError:
         raise ConfigError(f"--device {name!r} is not known; accepted: {PLACES}") from None
     here = {

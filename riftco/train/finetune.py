@@ -61,6 +61,7 @@ def prepare(given: Mapping[str, Any], *, resume: bool = False, reporter: Reporte
     config = configured(given, stored and stored["config"])
     device = pick_device(config.device)
     source = open_source(config.model)
+    reporter.note(f"loading {config.model}")
     digest = base_digest(source.path)
     saved = _latest(output, config, digest) if resume else None
     tokenizer = load_tokenizer(source.path, cache_dir=output / TOKENIZER if resume else None, source=source)

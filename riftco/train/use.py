@@ -15,7 +15,7 @@ from ..data import DataError, Loader, load_examples
 from ..functional import attention_backward
 from ..models import Decoder, Tokenizer, load_model, load_tokenizer
 from ..models.load import open_source
-from .config import ConfigError, pick_device
+from .config import ALIASES, ConfigError, pick_device
 from .evaluate import evaluate
 from .metrics import Evaluation
 from .run import head_shape
@@ -66,6 +66,7 @@ def explained(device: str | None, dtype: str, op: str | None, model: str | None 
     """Rows of riftco.explain for names as a user types them; with a model, one row instead: the attention backward
     that a run on `device` would pick for its head shape."""
     devices, dtypes = ("cpu", "cuda", "mps", "xla"), ("float32", "float16", "bfloat16", "float64")
+    device = ALIASES.get(device or "", device)
     if device is not None and device not in devices:
         raise ConfigError(f"--device must be one of {', '.join(devices)}; got {device!r}")
     if dtype not in dtypes:

@@ -32,6 +32,8 @@ def test_explain_names_what_runs(riftco, model):
     assert by_device["cuda"] == "riftco.kernels.cross_entropy.cuda:forward"
     assert set(by_device) == {"cpu", "cuda", "mps", "xla"}
     assert "cross_entropy_fwd" in riftco("explain", "--device", "cpu").stdout
+    for name, device in (("metal", "mps"), ("tpu", "xla")):  # as finetune's --backend calls them
+        assert riftco("explain", "--device", name).stdout == riftco("explain", "--device", device).stdout
     told = riftco("explain", "--op", "attention_bwd", "--device", "cuda", "--dtype", "bfloat16", "--log-json").stdout
     routes = {r["op"]: r["implementation"] for r in map(json.loads, told.splitlines())}
     assert routes["attention_bwd, head dim 512"] == "padded" and routes["attention_bwd, head dim 128"] in (

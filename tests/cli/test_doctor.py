@@ -92,6 +92,7 @@ def test_a_training_that_does_not_learn_or_leaves_the_cpus_is_named(monkeypatch)
     [
         (("--device", "abacus"), "--device must be one of cpu, cuda, mps, xla; got 'abacus'"),
         (("--device", "mps"), "--device mps: Metal exists on Macs only; use cuda or cpu"),
+        (("--device", "metal"), "--device mps: Metal exists on Macs only; use cuda or cpu"),
         (("--device", "cpu", "--op", "nose"), "no op's name contains 'nose'"),
     ],
 )

@@ -30,3 +30,8 @@ def test_a_missing_extra_is_named():
     assert done.returncode == 1
     assert "pip install 'riftco[finetune]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_package_runs_as_the_command():
+    done = subprocess.run([sys.executable, "-m", "riftco", "--version"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split()[0]) == (0, "riftco")

@@ -1,0 +1,6 @@
+"""python -m riftco: the `riftco` command, where its script is not on the path."""
+
+from .cli import main
+
+if __name__ == "__main__":
+    main()
