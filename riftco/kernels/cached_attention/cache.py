@@ -85,7 +85,9 @@ class Cache:
         if dtype not in STORED:
             raise ValueError(f"Cache: dtype must be one of {', '.join(STORED)}; got {dtype!r}")
         if dtype == "q8_0" and D % spec.BLOCK:
-            raise ValueError(f"Cache: q8_0 has blocks of {spec.BLOCK} along the head dim; got head dim {D}")
+            raise ValueError(
+                f"Cache: q8_0 has blocks of {spec.BLOCK} along the head dim; got head dim {D}; float16 takes any"
+            )
         table, shape = None, (slots, window)
         if page_size is not None:
             each = -(-window // page_size)
