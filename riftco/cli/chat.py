@@ -66,11 +66,21 @@ def chat(
             elif line.startswith("/"):
                 typer.echo(f"{line.split()[0]}: no such command; /help lists them", err=True)
             elif line:
-                for piece in talk.chat.say(line, max_new_tokens=max_new_tokens, sampling=sampling):
-                    typer.echo(piece, nl=False)
-                typer.echo()
+                _ask(talk, line, max_new_tokens, sampling)
     finally:
         talk.close()
+
+
+def _ask(talk, line: str, max_new_tokens: int, sampling) -> None:
+    """A question that does not fit does not end the chat."""
+    from ..serve import Refused
+
+    try:
+        for piece in talk.chat.say(line, max_new_tokens=max_new_tokens, sampling=sampling):
+            typer.echo(piece, nl=False)
+        typer.echo()
+    except Refused as why:
+        typer.echo(f"riftco: {why}; /new forgets the conversation", err=True)
 
 
 def _do(talk, line: str, lr: float, steps: int) -> None:

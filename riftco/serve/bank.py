@@ -155,6 +155,8 @@ class AdapterBank:
         """Within the block the set has the shadow of adapter `id`, at scale 1, in place of its version."""
         adapter, shadow = self.of(id), self.shadow(id)
         others = [self._parts(use) for use in key if use.id != id]
+        if others and adapter.spec.dropout:
+            raise Refused(f"adapter {id!r} has dropout; such a one learns only where it serves alone")
         parts = [*others, _layers_of(self.model, adapter.spec, shadow, 1.0, adapter.spec.dropout)]
         yield from self._with(key, _join(parts))
 

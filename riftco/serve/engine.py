@@ -129,7 +129,7 @@ class Engine:
         assert self.trainable is not None
         try:
             return Decoded(logits, self._learn(lessons, self.trainable, self.lr))
-        except Refused as why:  # after the rows were served: a step that was taken back
+        except (Refused, OSError) as why:  # after the rows were served: a step that was taken back
             return Decoded(logits, LearnOutcome(False, str(why), adapter=self.trainable))
 
     def _learn(self, lessons: list[Lesson], adapter: str, lr: float, note: Mapping[str, Any] | None = None, **options):

@@ -47,6 +47,7 @@ from .batch import Refused
 from .learner import Learner, Moment
 
 SHADOW = "shadow.safetensors"
+PERSONAL = ("text", "tokens_sha256")  # what `Audit.forget` takes away
 log = logging.getLogger(__name__)
 
 
@@ -160,7 +161,8 @@ class Store:
         }  # fmt: skip
         state = {
             "step": event, "taught": moment.step, "versions": adapter.version, "digests": adapter.digests,
-            "journal": journal, "record": record, "optimizer": moment.optimizer,
+            "journal": journal, "optimizer": moment.optimizer,
+            "record": {k: v for k, v in record.items() if k not in PERSONAL},  # these are in one place alone
         }  # fmt: skip
 
         def write(folder: pathlib.Path) -> None:
@@ -259,7 +261,7 @@ class Audit:
         lines, touched = self.lines(), 0
         for line in lines:
             if line.get("learn_id") == learn_id and not line.get("deleted"):
-                for name in ("text", "tokens_sha256"):
+                for name in PERSONAL:
                     line.pop(name, None)
                 line["deleted"] = time.time()
                 touched += 1

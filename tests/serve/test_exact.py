@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from objective import HEAD, SPEC, Seen, V, agree, engine, objective, prefill, tokens
+from objective import HEAD, SPEC, Seen, V, add, agree, engine, objective, prefill, tokens
 
+from riftco.adapters import LoraSpec
 from riftco.serve import Batch
 
 PROMPT, REPLY = tokens(11, 1), tokens(9, 2)
@@ -133,3 +134,15 @@ def test_labels_on_a_users_turn_teach_while_generation_goes_on():
         logits, again = (e.decode(Batch.of(0, 10 + step, token)).logits for e in (made, plain))
         assert torch.equal(logits, again)
     assert torch.equal(*(torch.cat([t.flatten() for t in e.cache.snapshot(0).rows[0][1]]) for e in (made, plain)))
+
+
+def test_an_adapter_with_dropout_learns_where_it_serves_alone():
+    made = served()
+    add(made, "d", LoraSpec(rank=2, alpha=4, dropout=0.5))
+    made.use(1, {"a": 1.0})
+    prefill(made, 1, PROMPT)
+    outcome = made.learn(1, len(PROMPT) - 1, IDS, REPLY, adapter="d", lr=1e-3)
+    assert outcome.reason == "adapter 'd' has dropout; such a one learns only where it serves alone"
+    made.use(1, ())
+    prefill(made, 1, PROMPT)
+    assert made.learn(1, len(PROMPT) - 1, IDS, REPLY, adapter="d", lr=1e-3).success

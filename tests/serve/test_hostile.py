@@ -244,7 +244,8 @@ def test_a_forward_that_broke_leaves_no_row_of_a_sliding_window(monkeypatch):
         patch.setattr(last, "forward", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("injected")))
         made.step()
     assert ticket.finished.why == "error"
-    got, _ = answers(made, [Request([*LONG[:20], *ticket.tokens], max_new_tokens=6)])
+    got, (end,) = answers(made, [Request([*LONG[:20], *ticket.tokens], max_new_tokens=6)])
+    assert end.cached == 0
     assert got == [list(generate_tokens(made.engine.model, [*LONG[:20], *ticket.tokens], max_new_tokens=6))]
 
 

@@ -153,6 +153,8 @@ def test_a_learns_tokens_are_forgotten(tmp_path):
     assert "tokens_sha256" not in first and first["deleted"] and "tokens_sha256" in second
     with pytest.raises(Refused, match="no learn 'n1'"):
         made.store.audit.forget("n1")
+    hashed = second["tokens_sha256"]
+    assert not any(hashed in f.read_text() for f in tmp_path.rglob("state.json")), "it stands in the log alone"
     event(made, 1)
     assert len(start(tmp_path).store.audit.lines()) == 4
 
