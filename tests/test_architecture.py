@@ -98,6 +98,12 @@ def test_layers_point_one_way():
             assert used <= allowed[layer], f"{file.relative_to(ROOT)} imports {sorted(used - allowed[layer])}"
 
 
+def test_test_modules_have_names_of_their_own():
+    """pytest imports them by their stems: of two with one name the second is not collected."""
+    stems = [f.stem for f in (ROOT / "tests").rglob("*.py") if f.stem not in ("__init__", "conftest")]
+    assert sorted(set(stems)) == sorted(stems)
+
+
 def test_files_stay_readable():
     long = {
         str(f.relative_to(ROOT)): n

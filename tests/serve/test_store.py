@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from killed import PROMPT, REPLY, event, start
+from learns_until_killed import PROMPT, REPLY, event, start
 from objective import decoder, engine, prefill, tokens
 
 from riftco.adapters import load_adapter
@@ -163,7 +163,7 @@ def kills(folder, count, seed):
     """Kill a learning server at `count` random moments; what it holds at last, and how often it was caught at work."""
     rng, caught, most = random.Random(seed), 0, 12
     for _ in range(count):
-        command = [sys.executable, str(HERE / "killed.py"), str(folder), str(most)]
+        command = [sys.executable, str(HERE / "learns_until_killed.py"), str(folder), str(most)]
         environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent)}
         with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
             process.stdout.readline()

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from killed import event, start
+from learns_until_killed import event, start
 from test_store import HERE, assert_same, held
 
 from riftco.serve import Store
@@ -17,7 +17,7 @@ def test_a_folder_in_use_is_refused(tmp_path):
     made = start(tmp_path)
     with pytest.raises(CheckpointError, match="is in use by another server"):
         Store(tmp_path, "digest")
-    command = [sys.executable, str(HERE / "killed.py"), str(tmp_path), "9"]
+    command = [sys.executable, str(HERE / "learns_until_killed.py"), str(tmp_path), "9"]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent)}
     other = subprocess.run(command, env=environment, text=True, capture_output=True, check=False)
     assert other.returncode and "is in use by another server" in other.stderr
