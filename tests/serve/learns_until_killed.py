@@ -1,4 +1,4 @@
-"""A server that learns, promotes and undoes until it is killed; a program: learns_until_killed.py FOLDER MOST_EVENTS."""
+"""A server that learns, promotes and undoes until it is killed: learns_until_killed.py FOLDER MOST_EVENTS."""
 
 import sys
 
