@@ -101,7 +101,7 @@ class Scheduler:
         self.waiting: deque[Ticket] = deque()
         self.turns: dict[int, Turn] = {}
         self.totals = Totals()
-        self.duty = DutyCycle(duty, clock=clock)
+        self.duty = DutyCycle(duty, busy=self._busy, stopped=lambda: self._stopping, clock=clock)
         self.lock = threading.RLock()  # held for an iteration: between two of them others may use the engine
         self._work = threading.Condition(self.lock)
         self._thread: threading.Thread | None = None
@@ -217,6 +217,10 @@ class Scheduler:
                 log.exception("an iteration failed")
                 with self.lock:
                     self._fail(list(self.turns.values()), why)
+
+    def _busy(self) -> bool:
+        """Whether a turn waits for its tokens."""
+        return any(turn.why is None for turn in list(self.turns.values()))
 
     def _drop_cancelled(self) -> None:
         for ticket in [t for t in self.waiting if t.cancelled]:
@@ -371,8 +375,7 @@ class Scheduler:
             teach = turn.ticket.request.teach
             if teach is not None:
                 turn.slot.state = State.LEARNING
-                others = any(t.why is None for t in self.turns.values())
-                if others and self.duty.debt > 0:
+                if self._busy() and self.duty.debt > 0:
                     continue
                 turn.learn = self._teach(turn, teach)
             assert turn.why is not None

@@ -245,6 +245,21 @@ def test_learning_takes_a_tenth_of_the_time_while_others_wait(monkeypatch):
     assert third.finished.learn.success and other.finished.why == "length"
 
 
+def test_a_lesson_on_its_own_waits_too_while_others_are_busy():
+    clock, slept = Clock(), []
+    made = scheduler(slots=2, clock=clock)
+    made.duty._sleep = lambda seconds: (slept.append(seconds), setattr(clock, "now", clock.now + seconds))
+    made.submit(Request(PROMPTS[0], max_new_tokens=9))
+    made.step()
+    made.duty.worked(1.0)
+    made.duty.wait()
+    assert sum(slept) == pytest.approx(9.0)
+    made.run()
+    made.duty.worked(1.0)
+    made.duty.wait()
+    assert sum(slept) == pytest.approx(9.0), "nobody is there"
+
+
 def test_a_promoted_version_waits_for_the_next_prompt():
     made = scheduler(slots=1)
     request = Request(PROMPTS[1], max_new_tokens=10, adapters={"a": 1.0})

@@ -109,6 +109,28 @@ def test_a_learn_id_is_learned_once(client):
     assert client.get("/adapters").json()["data"][0]["step"] == 1
 
 
+def test_what_learned_nothing_leaves_its_id_free(client):
+    client.post("/v1/chat/completions", json=CHAT)
+    dry = client.post("/learn", json={**LEARN, "id": "mine", "dry_run": True}).json()["learn"]
+    assert client.get("/adapters").json()["data"][0]["step"] == 0
+    assert error(client.post("/learn", json={**LEARN, "id": "mine", "lora_id": "x"}), 400)
+    real = client.post("/learn", json={**LEARN, "id": "mine"}).json()["learn"]
+    assert real["step"] == 1 and real["loss_before"] == dry["loss_before"]
+    turn = {**CHAT, "learn": {"lora_id": "live", "lr": 1e-3, "dry_run": True}}
+    assert "an option of POST /learn" in error(client.post("/v1/chat/completions", json=turn), 400)["message"]
+    assert client.get("/adapters").json()["data"][0]["step"] == 1
+
+
+def test_a_lesson_waits_for_the_duty_cycle(tokenizer, tmp_path, monkeypatch):
+    made = service(tokenizer, tmp_path / "train")
+    waits = []
+    monkeypatch.setattr(made.scheduler.duty, "wait", lambda: waits.append(made.scheduler.totals.learned))
+    with served(made) as url, httpx.Client(base_url=url, timeout=60) as client:
+        client.post("/v1/chat/completions", json=CHAT)
+        assert client.post("/learn", json=LEARN).status_code == 200
+    assert waits == [0] and made.scheduler.totals.learned == 1, "before it learns"
+
+
 def test_slots_and_prefixes(client):
     client.post("/v1/chat/completions", json={**CHAT, "id_slot": 1})
     slot = client.get("/slots").json()[1]

@@ -18,7 +18,7 @@ class Collector:
         self.service = service
 
     def collect(self) -> Iterator[Metric]:
-        scheduler, counts = self.service.scheduler, self.service.counts
+        scheduler = self.service.scheduler
         totals = scheduler.totals
         for name, value, text in (
             ("prompt_tokens", totals.prompt, "tokens of prompts"),
@@ -26,7 +26,7 @@ class Collector:
             ("tokens_predicted", totals.predicted, "tokens generated"),
             ("draft_tokens", totals.drafted, "tokens guessed"),
             ("draft_tokens_accepted", totals.accepted, "of these, right ones"),
-            ("requests", counts.requests, "requests taken"),
+            ("requests", self.service.requests, "requests taken"),
             ("learn_seconds", totals.learn_seconds, "time spent learning"),
         ):
             yield CounterMetricFamily(f"riftco_{name}", text, value=value)

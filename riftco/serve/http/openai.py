@@ -108,7 +108,7 @@ async def chat_stream(service: Service, body: ChatRequest, ticket: Ticket) -> As
         return [{"index": 0, "delta": change, "finish_reason": finish, "logprobs": logprobs}]
 
     yield json.dumps(shape.chunk(delta({"role": "assistant", "content": ""})))
-    async for text in _pieces(shape, service, ticket, stops_of(body.stop), body.stream_options):
+    async for text in _pieces(service, ticket, stops_of(body.stop)):
         if isinstance(text, Piece):
             made = delta({"content": text.text}, None, chat_logprobs(service, text.chosen))
             yield json.dumps(shape.chunk(made))
@@ -131,7 +131,7 @@ async def completion_stream(service: Service, body: CompletionRequest, ticket: T
     def choice(text: str, finish: str | None = None, logprobs: Any = None) -> list[dict[str, Any]]:
         return [{"index": 0, "text": text, "finish_reason": finish, "logprobs": logprobs}]
 
-    async for text in _pieces(shape, service, ticket, stops_of(body.stop), body.stream_options):
+    async for text in _pieces(service, ticket, stops_of(body.stop)):
         if isinstance(text, Piece):
             yield json.dumps(shape.chunk(choice(text.text, None, completion_logprobs(service, text.chosen))))
         elif isinstance(text, End):
@@ -143,7 +143,7 @@ async def completion_stream(service: Service, body: CompletionRequest, ticket: T
     yield DONE
 
 
-async def _pieces(shape, service, ticket, stop, options) -> AsyncIterator[Piece | End | str]:
+async def _pieces(service: Service, ticket: Ticket, stop: list[str]) -> AsyncIterator[Piece | End | str]:
     """Pieces and the end; or, where the turn failed on the way, an error that clients raise."""
     try:
         async for piece in generation(ticket, service.tokenizer, stop):

@@ -34,13 +34,6 @@ class Limits:
     queue: int = 256
 
 
-@dataclass
-class Counts:
-    """Totals since the start, for /metrics."""
-
-    requests: int = 0
-
-
 class Service:
     """An engine behind HTTP.
 
@@ -65,7 +58,7 @@ class Service:
         self.engine, self.tokenizer, self.name, self.learns = engine, tokenizer, name, learns
         self.limits = limits or Limits()
         self.scheduler = Scheduler(engine, queue=self.limits.queue, speculate=speculate)
-        self.counts, self.created, self._clock = Counts(), int(time.time()), clock
+        self.requests, self.created, self._clock = 0, int(time.time()), clock
         self._recent: deque[float] = deque()
         self._known: OrderedDict[str, LearnOutcome | None] = OrderedDict()  # None: under way
         self._lock = threading.Lock()
@@ -102,6 +95,10 @@ class Service:
                 400, f"the prompt has {len(prompt)} tokens; the context holds {window}", code="context_length_exceeded",
                 n_prompt_tokens=len(prompt), n_ctx=window,
             )  # fmt: skip
+        if learn is not None and learn.dry_run:
+            raise ApiError(
+                400, "dry_run is an option of POST /learn; a turn's lesson is learned", param="learn.dry_run"
+            )
         id, known = None if learn is None else learn.id, None
         if id is not None:
             known = self.claim(id)
@@ -127,7 +124,7 @@ class Service:
             busy = "wait already" in str(why)
             raise ApiError(503 if busy else 400, str(why), retry=busy) from None
         ticket.known = known
-        self.counts.requests += 1
+        self.requests += 1
         return ticket
 
     def _claimed(self, id: str | None, learn: LearnOptions, caller: str) -> Teach:
@@ -188,11 +185,11 @@ class Service:
             return None
 
     def settle(self, id: str | None, outcome: LearnOutcome | None) -> None:
-        """What became of a claimed learn; None gives the id free again."""
+        """What became of a claimed learn; a refusal, or None, gives the id free again: nothing was learned."""
         if id is None:
             return
         with self._lock:
-            if outcome is None:
+            if outcome is None or not outcome.success:
                 self._known.pop(id, None)
                 return
             self._known[id] = outcome
@@ -200,20 +197,25 @@ class Service:
                 self._known.popitem(last=False)
 
     def learn(self, slot: int, prompt: list[int], options: LearnOptions, caller: str) -> LearnOutcome:
-        """Learn a reply behind the prompt that a slot served. Blocks: call it on a thread."""
-        if options.id is not None and (before := self.claim(options.id)) is not None:
+        """Learn a reply behind the prompt that a slot served, once the duty cycle lets it. Blocks: call it on a thread.
+
+        A dry run learns nothing, so that its id stays free.
+        """
+        id = None if options.dry_run else options.id
+        if id is not None and (before := self.claim(id)) is not None:
             return before
         outcome = None
         try:
             teach = self.teach(options, caller)
             if not teach.reply:
                 raise ApiError(400, "a learn needs a reply", param="reply")
+            self.scheduler.duty.wait()
             outcome = self.scheduler.learn(
                 slot, prompt, list(teach.reply), teach.adapter, teach.lr, note=teach.note, dry_run=options.dry_run
             )
             return outcome
         finally:
-            self.settle(options.id, outcome)
+            self.settle(id, outcome)
 
     def change(self, what: Callable[[], Any]) -> Any:
         """Run something that changes adapters or slots between two iterations; refusals become 400."""
