@@ -191,6 +191,7 @@ class Learner:
             if not done:
                 pupil.go_back(before)
                 pupil.journal = deque(journal)
+            if not done or dry_run:  # dropout has drawn
                 set_random_state(states, self.bank.model.device)
             for p in pupil.shadow.values():
                 p.grad = None

@@ -242,6 +242,15 @@ def test_a_dry_run_has_the_loss_and_changes_nothing():
     assert again.loss_before == dry.loss_before and again.loss_after < again.loss_before
 
 
+def test_a_dry_run_with_dropout_moves_no_generator():
+    made = serving(spec=LoraSpec(rank=4, alpha=8, dropout=0.5))
+    made.learn(*WHERE, adapter="a", lr=1e-3)
+    before = state_bytes(made)
+    dry = made.learn(*WHERE, adapter="a", lr=1e-3, dry_run=True)
+    assert state_bytes(made) == before
+    assert made.learn(*WHERE, adapter="a", lr=1e-3).loss_before == dry.loss_before, "the masks that it would draw"
+
+
 def test_undo_gives_back_every_bit():
     made = serving()
     states = []
