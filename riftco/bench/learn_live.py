@@ -8,7 +8,6 @@ timed the neighbours' rows are compared, byte for byte, before and after a learn
 from __future__ import annotations
 
 import argparse
-import csv
 import pathlib
 import statistics
 import sys
@@ -19,20 +18,17 @@ from typing import Any
 
 import torch
 
-from ..adapters import LoraSpec
-from ..models import Decoder, DecoderConfig
-from ..nn import NF4Linear
-from ..serve import Batch, Engine, Request, Scheduler, Teach, Ticket
+from ..serve import Request, Scheduler, Teach, Ticket
 from ..train.chunked import adjoint_bytes
-from .e2e import SIZES, _block_linears, _random_model, _replace
+from .engines import ADAPTER, LR, METHODS, SEED, SHAPES, learning_engine, random_decoder, read, wait
 from .machine import machine_columns
+from .rows import append, line
 
 COLUMNS = (
     "size", "layers", "method", "cache", "slots", "prompt", "reply", "learning", "tokens", "tokens_s", "p50_ms",
     "p95_ms", "p99_9_ms", "longest_ms", "learns", "first_loss", "last_loss", "learn_ms", "plain_ms", "adjoint_mib",
     "learn_peak_mib", "reserved_gib", "device", "machine", "date", "commit", "torch", "triton", "threads",
 )  # fmt: skip
-RANK, LR, SEED = 16, 1e-3, 0
 
 
 @dataclass
@@ -60,19 +56,11 @@ class Period:
 
 def build(args: argparse.Namespace, device: str):
     """An engine of random weights with an adapter that learns."""
-    shape = SIZES[args.size] | ({"num_hidden_layers": args.layers} if args.layers else {})
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    torch.manual_seed(SEED)
-    model = _random_model(lambda: Decoder(DecoderConfig.from_hf(shape)), dtype, device)
-    if args.method == "nf4":
-        for name in _block_linears(model):
-            _replace(model, name, NF4Linear.from_linear(model.get_submodule(name)))
-    window = args.prompt + args.reply + args.tokens + 1
-    engine = Engine(
-        model, slots=args.slots, window=window, cache_dtype=args.cache, chunk=args.chunk, recompute=args.recompute
-    )
-    engine.create("live", LoraSpec(rank=RANK, alpha=2.0 * RANK), seed=SEED)
-    return engine
+    return learning_engine(
+        random_decoder(args.size, args.method, device, args.layers),
+        slots=args.slots, window=args.prompt + args.reply + args.tokens + 1, cache_dtype=args.cache, chunk=args.chunk,
+        recompute=args.recompute,
+    )  # fmt: skip
 
 
 class Live:
@@ -102,7 +90,7 @@ class Live:
         while self.clock() - began < seconds:
             if self.taught is None or self.taught.finished is not None:  # the same turn, learned or not
                 self._note(into)
-                teach = Teach("live", LR, self.reply) if learning else None
+                teach = Teach(ADAPTER, LR, self.reply) if learning else None
                 self.taught = self.scheduler.submit(Request(self.prompt, max_new_tokens=4, slot=0, teach=teach))
             self.scheduler.step()
             now = self.clock()
@@ -142,11 +130,8 @@ def check(live: Live) -> None:
 
 
 def learn_once(live: Live) -> None:
-    engine = live.engine
-    engine.cut(0, 0)
-    for start in range(0, len(live.prompt), engine.chunk):
-        engine.decode(Batch.of(0, start, live.prompt[start : start + engine.chunk], output="none"))
-    outcome = live.scheduler.learn(0, live.prompt, live.reply, "live", LR, dry_run=True)
+    read(live.engine, 0, live.prompt)
+    outcome = live.scheduler.learn(0, live.prompt, live.reply, ADAPTER, LR, dry_run=True)
     if not outcome.success:
         raise RuntimeError(f"a learn failed: {outcome.reason}")
 
@@ -157,20 +142,15 @@ def plain_ms(live: Live, repeats: int = 3) -> float:
     ids = torch.tensor([live.reply], device=device)
     times = []
     for _ in range(repeats):
-        _wait(device)
+        wait(device)
         began = time.perf_counter()
-        with engine.bank.learning((), "live"):
+        with engine.bank.learning((), ADAPTER):
             engine.model.loss(ids[:, :-1], ids[:, 1:]).backward()
-        _wait(device)
+        wait(device)
         times.append(1e3 * (time.perf_counter() - began))
-    for p in engine.bank.shadow("live").values():
+    for p in engine.bank.shadow(ADAPTER).values():
         p.grad = None
     return statistics.median(times)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -201,9 +181,9 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main(arguments: list[str] | None = None, folder: pathlib.Path | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--size", choices=SHAPES, default="tiny")
     parser.add_argument("--layers", type=int, default=0, help="fewer layers than the size has")
-    parser.add_argument("--method", choices=("dense", "nf4"), default="dense")
+    parser.add_argument("--method", choices=METHODS, default="dense")
     parser.add_argument("--cache", default="float16", help="float32, float16, bfloat16 or q8_0")
     parser.add_argument("--slots", type=int, default=4, help="the first one learns, the others are the neighbours")
     parser.add_argument("--prompt", type=int, default=64)
@@ -214,21 +194,17 @@ def main(arguments: list[str] | None = None, folder: pathlib.Path | None = None)
     parser.add_argument("--seconds", type=float, default=2.0, help="of a period")
     parser.add_argument("--periods", type=int, default=3, help="of each kind, taken in turns")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=pathlib.Path, help="CSV file; default <folder>/<date>-learn-live-<device>.csv")
     args = parser.parse_args(arguments)
     if args.slots < 2 or min(args.prompt, args.reply, args.tokens, args.periods) < 1:
         parser.error("there are 2 slots or more, and sizes of 1 or more")
     rows = measure(args)
     for row in rows:
-        print("  ".join(f"{k} {row[k]:.4g}" if isinstance(row[k], float) else f"{k} {row[k]}" for k in COLUMNS[7:19]))
-    if folder is not None:
-        path = folder / f"{rows[0]['date'][:10]}-learn-live-{rows[0]['device']}.csv"
-        fresh = not path.exists()
-        with open(path, "a", newline="") as f:
-            writer = csv.DictWriter(f, COLUMNS, extrasaction="ignore")
-            if fresh:
-                writer.writeheader()
-            writer.writerows(rows)
-        print(path)
+        print(line(row, COLUMNS[7:19]))
+    if args.out is not None or folder is not None:
+        out = args.out or pathlib.Path(folder or "") / f"{rows[0]['date'][:10]}-learn-live-{rows[0]['device']}.csv"
+        append(out, COLUMNS, rows)
+        print(out)
     return 0
 
 

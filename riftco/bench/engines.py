@@ -1,0 +1,64 @@
+"""Engines over random weights, made on their device: the shapes that serving and learning are measured on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..adapters import LoraSpec
+from ..models import Decoder, DecoderConfig
+from ..nn import NF4Linear
+from ..serve import Batch, Engine
+from .e2e import SIZES, _block_linears, _random_model, _replace
+
+SHAPES: dict[str, dict[str, Any]] = SIZES | {
+    "4b": dict(  # as Qwen3-4B
+        model_type="qwen3", hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, vocab_size=151936, rope_theta=1e6, max_position_embeddings=40960,
+        rms_norm_eps=1e-6, tie_word_embeddings=True,
+    ),
+    "27b": dict(  # as Gemma 3's text model of that size
+        model_type="gemma3_text", hidden_size=5376, intermediate_size=21504, num_hidden_layers=62,
+        num_attention_heads=32, num_key_value_heads=16, head_dim=128, vocab_size=262208, sliding_window=1024,
+        query_pre_attn_scalar=168, max_position_embeddings=131072, rms_norm_eps=1e-6, tie_word_embeddings=True,
+    ),
+}  # fmt: skip
+METHODS = ("dense", "nf4")
+ADAPTER, RANK, LR, SEED = "live", 16, 1e-3, 0
+
+
+def random_decoder(size: str, method: str, device: str, layers: int = 0) -> Decoder:
+    """Of random weights: float32 on a CPU, else bfloat16; "nf4" packs the linear layers of the blocks."""
+    shape = SHAPES[size] | ({"num_hidden_layers": layers} if layers else {})
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    torch.manual_seed(SEED)
+    model = _random_model(lambda: Decoder(DecoderConfig.from_hf(shape)), dtype, device)
+    if method == "nf4":
+        for name in _block_linears(model):
+            _replace(model, name, NF4Linear.from_linear(model.get_submodule(name)))
+    return model
+
+
+def learning_engine(model: Decoder, **options) -> Engine:
+    """An engine with an adapter that learns; options as Engine has them."""
+    engine = Engine(model, **options)
+    engine.create(ADAPTER, LoraSpec(rank=RANK, alpha=2.0 * RANK), seed=SEED)
+    return engine
+
+
+def random_tokens(engine: Engine, n: int, seed: int = SEED) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(engine.model.config.vocab_size, (n,), generator=generator).tolist()
+
+
+def read(engine: Engine, slot: int, prompt: list[int]) -> None:
+    """Serve a prompt on a slot from its start, chunk by chunk."""
+    engine.cut(slot, 0)
+    for start in range(0, len(prompt), engine.chunk):
+        engine.decode(Batch.of(slot, start, prompt[start : start + engine.chunk], output="none"))
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,214 @@
+"""What a learn takes beside the server's reservation, and beside a plain forward and backward of the same reply.
+
+`python bench/learn_memory.py --size 4b --method nf4 --windows 8192 32768 --reply 512`. One slot is filled up to its
+window, and a reply is learned behind it. A learn's gradients are compared with the plain ones before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..functional import attention_with_cache
+from ..models import KVCache
+from ..serve import Engine
+from ..train.chunked import adjoint_bytes
+from . import timing
+from .engines import ADAPTER, LR, METHODS, SHAPES, learning_engine, random_decoder, random_tokens, read, wait
+from .machine import machine_columns
+from .rows import append, line
+
+COLUMNS = (
+    "size", "layers", "method", "cache", "slots", "window", "prefix", "reply", "chunk", "recompute", "weights_gib",
+    "cache_gib", "reserved_gib", "learner_mib", "adjoint_mib", "learn_peak_mib", "plain_peak_mib", "learn_ms",
+    "gradients_ms", "plain_ms", "ratio", "first_loss", "last_loss", "cosine", "norm_ratio", "device", "machine",
+    "date", "commit", "torch", "triton", "threads",
+)  # fmt: skip
+MIB, GIB = 2.0**20, 2.0**30
+
+
+class Wrong(Exception):
+    """A learn whose gradients or losses are not right is not timed."""
+
+
+class Whole:
+    """Attention of all of a reply's rows at once over a slot's cached prefix, with a graph over the reply."""
+
+    def __init__(self, cache: KVCache, slot: int, prefix: int):
+        self.cache = cache
+        self.slots, self.positions = torch.tensor([[slot], [prefix]], device=cache.device).unbind()
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        cache, place = self.cache.layer(layer)
+        out = attention_with_cache(q[0], k[0], v[0], cache, place, self.slots, self.positions, **how)
+        assert isinstance(out, Tensor)
+        return out[None]
+
+
+class Lesson:
+    """A reply behind a prompt that slot 0 serves."""
+
+    def __init__(self, engine: Engine, reply: int):
+        self.engine, self.device = engine, engine.model.device
+        self.prompt = random_tokens(engine, engine.window - reply, 1)
+        self.reply = random_tokens(engine, reply, 2)
+        self.prefix = len(self.prompt) - 1
+        self.tokens = [self.prompt[-1], *self.reply[:-1]]
+        read(engine, 0, self.prompt[: self.prefix])
+
+    def learn(self, dry_run: bool = False):
+        outcome = self.engine.learn(
+            0, self.prefix, self.tokens, self.reply, adapter=ADAPTER, lr=LR, dry_run=dry_run
+        )  # fmt: skip
+        if not outcome.success:
+            raise Wrong(f"a learn failed: {outcome.reason}")
+        return outcome
+
+    def gradients(self) -> float:
+        """The learner's walk alone; gradients are left on the shadow."""
+        bank, learner = self.engine.bank, self.engine.learner
+        lesson = self.engine._lesson(0, self.prefix, self.tokens, self.reply, None)
+        assert bank.shadow(ADAPTER)
+        return learner._gradients([lesson], ADAPTER, len(self.reply))
+
+    def plain(self) -> float:
+        """One graph over the whole reply: what a learn is measured against; gradients are left on the shadow."""
+        model, n = self.engine.model, len(self.reply)
+        ids, target = (torch.tensor(t, device=self.device) for t in (self.tokens, self.reply))
+        positions = torch.arange(self.prefix, self.prefix + n, device=self.device)
+        with self.engine.bank.learning(self.engine.slots[0].key, ADAPTER):
+            whole = Whole(self.engine.cache, 0, self.prefix)
+            hidden = model.run(ids[None], positions, self.engine.window, None, whole)
+            loss = model.head_loss(hidden[0], target)
+            loss.backward()
+        return float(loss.detach())
+
+    def taken(self) -> Tensor:
+        """The gradients on the shadow, which are taken off it."""
+        shadow = self.engine.bank.shadow(ADAPTER).values()
+        found = torch.cat([p.grad.flatten().double() for p in shadow if p.grad is not None])
+        for p in shadow:
+            p.grad = None
+        return found
+
+
+def agreement(lesson: Lesson) -> dict[str, float]:
+    """Cosine and norm ratio of a learn's gradients to the plain ones."""
+    losses = [lesson.gradients()]
+    ours = lesson.taken()
+    losses.append(lesson.plain())
+    plain = lesson.taken()
+    cosine = float(torch.nn.functional.cosine_similarity(ours, plain, dim=0))
+    ratio = float(ours.norm() / plain.norm())
+    if not (cosine > 0.999 and 0.99 < ratio < 1.01 and abs(losses[0] - losses[1]) < 0.01 * losses[1]):
+        raise Wrong(f"gradients differ from one graph's: cosine {cosine}, norms {ratio}, losses {losses}")
+    return {"cosine": cosine, "norm_ratio": ratio}
+
+
+def milliseconds(function: Callable[[], object], device: torch.device, repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        wait(device)
+        began = time.perf_counter()
+        function()
+        wait(device)
+        times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times)
+
+
+def held(kind: str) -> int:
+    return torch.cuda.memory_allocated() if kind == "cuda" else 0
+
+
+def measure(engine: Engine, reply: int, repeats: int) -> dict[str, Any]:
+    """A row of one window."""
+    device, kind = engine.model.device, engine.model.device.type
+    lesson = Lesson(engine, reply)
+    reserved = held(kind)  # what serving alone holds
+    right = agreement(lesson)
+    first = lesson.learn().loss_before  # the shadow, its optimizer and its journal are there from now on
+    assert first is not None
+
+    def plain() -> None:
+        lesson.plain()
+        lesson.taken()
+
+    def gradients() -> None:
+        lesson.gradients()
+        lesson.taken()
+
+    losses, learner = [first], held(kind) - reserved
+    peak = timing.peak_bytes(lambda: losses.append(lesson.learn().loss_before), kind)
+    plain_peak = timing.peak_bytes(plain, kind)
+    times = {
+        "learn_ms": milliseconds(lambda: losses.append(lesson.learn().loss_before), device, repeats),
+        "gradients_ms": milliseconds(gradients, device, repeats), "plain_ms": milliseconds(plain, device, repeats),
+    }  # fmt: skip
+    if not losses[-1] < first:
+        raise Wrong(f"the loss does not fall over learns of one reply: {losses}")
+    return {
+        "prefix": lesson.prefix, "reserved_gib": reserved / GIB, "learner_mib": learner / MIB,
+        "adjoint_mib": adjoint_bytes(engine.model, reply) / MIB, "learn_peak_mib": peak / MIB,
+        "plain_peak_mib": plain_peak / MIB, "ratio": times["learn_ms"] / times["plain_ms"],
+        "first_loss": first, "last_loss": losses[-1], **times, **right,
+    }  # fmt: skip
+
+
+def run(args: argparse.Namespace, out: pathlib.Path) -> None:
+    device = "cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu"
+    model = random_decoder(args.size, args.method, device, args.layers)
+    weights = held(device)
+    for window in args.windows:
+        engine = learning_engine(
+            model, slots=args.slots, window=window, cache_dtype=args.cache, chunk=args.chunk, recompute=args.recompute
+        )
+        row = {
+            "size": args.size, "layers": model.config.num_layers, "method": args.method, "cache": args.cache,
+            "slots": args.slots, "window": window, "reply": args.reply, "chunk": args.chunk,
+            "recompute": args.recompute, "weights_gib": weights / GIB, "cache_gib": engine.cache.nbytes / GIB,
+            "device": device, **measure(engine, args.reply, args.repeats), **machine_columns(device),
+        }  # fmt: skip
+        print(line(row, COLUMNS[:25]), flush=True)
+        append(out, COLUMNS, [row])
+        del engine
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def main(arguments: list[str] | None = None, folder: str | pathlib.Path = "bench-results") -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SHAPES, default="tiny")
+    parser.add_argument("--layers", type=int, default=0, help="fewer layers than the size has")
+    parser.add_argument("--method", choices=METHODS, default="dense")
+    parser.add_argument("--cache", default="float16", help="float32, float16, bfloat16 or q8_0")
+    parser.add_argument("--slots", type=int, default=1)
+    parser.add_argument("--windows", type=int, nargs="+", default=[96], help="rows of a slot, the reply's among them")
+    parser.add_argument("--reply", type=int, default=16)
+    parser.add_argument("--chunk", type=int, default=512)
+    parser.add_argument("--recompute", action="store_true", help="run each block again in a learn's backward")
+    parser.add_argument("--repeats", type=int, default=3, help="of what is timed")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=pathlib.Path, help="CSV; default <folder>/<date>-learn-memory-<device>.csv")
+    args = parser.parse_args(arguments)
+    if min(args.slots, args.reply, args.chunk, args.repeats) < 1 or min(args.windows) <= args.reply:
+        parser.error("sizes are 1 or more, and a window is larger than the reply")
+    kind = "cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu"
+    out = args.out or pathlib.Path(folder) / f"{datetime.date.today()}-learn-memory-{kind}.csv"
+    run(args, out)
+    print(f"written to {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
