@@ -34,6 +34,9 @@ def serve(
         str | None, Opt("--admin-key", envvar="RIFTCO_ADMIN_KEY", help="Asked of who learns, promotes or undoes.")
     ] = None,
     insecure: Annotated[bool, Opt("--insecure", help="Listen to other machines without a key.")] = False,
+    cuda_graphs: Annotated[
+        bool, Opt("--cuda-graphs/--no-cuda-graphs", help="Record decode steps on a GPU; replies do not depend on it.")
+    ] = True,
     weights: options.Weights = "auto",
     device: options.Device = "auto",
     debug: options.Debug = False,
@@ -47,5 +50,5 @@ def serve(
     serve_forever(
         model, host=host, port=port, slots=slots, window=window, cache=cache, chunk=chunk, speculate=speculate,
         train_dir=train_dir, rank=rank, adapter=adapter, lr_max=lr_max, journal=journal, api_key=api_key,
-        admin_key=admin_key, insecure=insecure, weights=weights, device=device,
+        admin_key=admin_key, insecure=insecure, cuda_graphs=cuda_graphs, weights=weights, device=device,
     )  # fmt: skip

@@ -145,6 +145,15 @@ class KVCache:
         """The next forward's rows: (slot, how many tokens) of each run. Nothing counts as read before `finish`.
 
         Raises:
+            ModelError: as `reserve` does.
+        """
+        self.reserve(runs)
+        return Step(self, runs)
+
+    def reserve(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Make room for the rows of the next forward.
+
+        Raises:
             ModelError: a slot that is not there or twice, more rows or pages than there are, gradients; before
                 anything changes.
         """
@@ -165,7 +174,13 @@ class KVCache:
             group.check_room(ends)
         for group in self.groups:
             group.reserve(ends)
-        return Step(self, runs)
+
+    def grow(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Every layer has written these rows: they count as read."""
+        for slot, count in runs:
+            self.lengths[slot] += count
+            for group in self.groups:
+                group.grown(slot, self.lengths[slot])
 
     def cut(self, slot: int, length: int) -> None:
         """Forget a slot's positions from `length` on; nothing changes where `check_cut` raises."""
@@ -257,7 +272,7 @@ class Step:
 
     Attributes:
         positions: int64 [total], of every token.
-        cu_seqlens: int32 [runs + 1], where runs begin and end.
+        cu_seqlens: int32 [runs + 1], where runs begin and end; None: each is one token.
     """
 
     def __init__(self, cache: KVCache, runs: Sequence[tuple[int, int]]):
@@ -273,7 +288,7 @@ class Step:
         device = cache.device
         self.slots = torch.tensor([slot for slot, _ in runs], dtype=torch.int64).to(device)
         self.first = begun.to(device)
-        self.cu_seqlens = bounds.to(torch.int32).to(device)
+        self.cu_seqlens: Tensor | None = bounds.to(torch.int32).to(device)
         self.positions = positions.to(device)
         left = (ends - positions).to(device)
         self.rows = {id(g): g.rows(self.slots, self.first, self.total, self.cu_seqlens, left) for g in cache.groups}
@@ -297,7 +312,20 @@ class Step:
 
     def finish(self) -> None:
         """Every layer has written its rows: they count as read."""
-        for slot, count in self.runs:
-            self.cache.lengths[slot] += count
-            for group in self.cache.groups:
-                group.grown(slot, self.cache.lengths[slot])
+        self.cache.grow(self.runs)
+
+
+class RowStep(Step):
+    """The next token of each of some slots, which the device alone knows: fixed shapes, nothing waits for the host.
+
+    Who uses it calls KVCache.reserve before the forward and KVCache.grow after it.
+
+    Args:
+        slots, first: int64 [n]: the slots, -1 for one that is not there, and how many positions each has read.
+    """
+
+    def __init__(self, cache: KVCache, slots: Tensor, first: Tensor):
+        self.cache, self.runs, self.total, self.longest = cache, [], len(slots), 1
+        self.slots, self.first, self.positions, self.cu_seqlens = slots, first, first, None
+        left = torch.ones_like(first)
+        self.rows = {id(g): g.rows(slots, first, self.total, None, left) for g in cache.groups}

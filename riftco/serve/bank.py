@@ -148,7 +148,7 @@ class AdapterBank:
     @contextlib.contextmanager
     def serving(self, key: AdapterSet) -> Iterator[None]:
         """Within the block the model's layers carry this set."""
-        yield from self._with(key, self._layers(key))
+        yield from self._with(key, self.layers(key))
 
     @contextlib.contextmanager
     def learning(self, key: AdapterSet, id: str) -> Iterator[None]:
@@ -175,9 +175,10 @@ class AdapterBank:
 
     def ready(self, key: AdapterSet) -> None:
         """Refuse a set that cannot serve, before anything is served under it."""
-        self._layers(key)
+        self.layers(key)
 
-    def _layers(self, key: AdapterSet) -> dict[str, nn.Module]:
+    def layers(self, key: AdapterSet) -> Mapping[str, nn.Module]:
+        """The model's layers under this set; the same object for as long as they are the same."""
         if key not in self._prepared:
             self._prepared[key] = _join([self._parts(use) for use in key])
             while len(self._prepared) > PREPARED:

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from ..adapters import LoraSpec
 from ..models import Decoder, KVCache, ModelError
+from ..train.capture import Capture
 from .bank import AdapterBank, AdapterSet
 from .batch import UNLABELLED, Batch, Refused, Run, ids_of, whole
+from .decode_step import DecodeStep, Row, Served
 from .learner import Learner, LearnOutcome, Lesson
 from .slots import Slot, State
 from .store import Store, tokens_sha256
@@ -20,10 +22,12 @@ LOGGED = ("loss_before", "loss_after", "gradient_norm", "clip_scale", "n_labelle
 
 
 class Decoded(NamedTuple):
-    """Logits of a batch's output rows [outputs, V] as served, and what its labels did (None: it had none)."""
+    """What a batch gives: of its output rows the logits [outputs, V] as served and the likeliest tokens [outputs], and
+    what its labels did (None: it had none)."""
 
     logits: Tensor
     learn: LearnOutcome | None
+    likeliest: Tensor
 
 
 class Engine:
@@ -40,6 +44,9 @@ class Engine:
             need; None: they keep all.
         chunk: the most rows of a forward, and of a chunk of a long reply that learns.
         store: where adapters, their journals and the log live; None: in memory alone.
+        cuda_graphs: whether decode steps on a GPU are recorded, one for each of a few sizes, and done again by one
+            launch. Replies do not depend on it.
+        capture: how they are recorded; None: with CUDA graphs, where there is a GPU.
         options: of the Learner.
     """
 
@@ -55,6 +62,8 @@ class Engine:
         undo: int | None = None,
         chunk: int = 512,
         store: Store | None = None,
+        cuda_graphs: bool = True,
+        capture: Capture | None = None,
         **options,
     ):
         layout, rows = ("slot", 1) if page_size is None else ("paged", page_size)
@@ -64,6 +73,9 @@ class Engine:
         )  # fmt: skip
         self.model, self.window, self.chunk = model.eval(), self.cache.window, chunk
         self.slots = [Slot(i) for i in range(slots)]
+        self.decoding: DecodeStep | None = None
+        if capture is not None or self.model.device.type == "cuda":
+            self.decoding = DecodeStep(self.model, self.cache, graphs=cuda_graphs, capture=capture)
         self.bank = AdapterBank(model)
         self.learner = Learner(self.bank, self.cache, chunk=chunk, **options)
         self.store = store
@@ -123,14 +135,14 @@ class Engine:
         if lessons:
             assert self.trainable is not None
             self.learner.check(lessons, self.trainable, self.lr)
-        logits = self._serve(batch.unlabelled(), runs)
-        if not lessons:
-            return Decoded(logits, None)
-        assert self.trainable is not None
-        try:
-            return Decoded(logits, self._learn(lessons, self.trainable, self.lr))
-        except (Refused, OSError) as why:  # after the rows were served: a step that was taken back
-            return Decoded(logits, LearnOutcome(False, str(why), adapter=self.trainable))
+        served, outcome = self._serve(batch.unlabelled(), runs), None
+        if lessons:
+            assert self.trainable is not None
+            try:
+                outcome = self._learn(lessons, self.trainable, self.lr)
+            except (Refused, OSError) as why:  # after the rows were served: a step that was taken back
+                outcome = LearnOutcome(False, str(why), adapter=self.trainable)
+        return Decoded(served.logits, outcome, served.likeliest)
 
     def _learn(self, lessons: list[Lesson], adapter: str, lr: float, note: Mapping[str, Any] | None = None, **options):
         def commit(outcome: LearnOutcome) -> None:
@@ -294,38 +306,46 @@ class Engine:
                 lessons.append(Lesson(run.slot, prefix, key, part.tokens, part.label, part.label_weight))
         return lessons
 
-    def _serve(self, batch: Batch, runs: list[Run]) -> Tensor:
-        """One forward for each set of adapters; logits in the batch's order."""
+    def _serve(self, batch: Batch, runs: list[Run]) -> Served:
+        """One forward for each set of adapters; what it gives in the batch's order."""
         keys = {self.slots[run.slot].key for run in runs}
-        logits = None
+        made = []
         for key in sorted(keys):
             some = [run for run in runs if self.slots[run.slot].key == key]
-            part = batch if len(keys) == 1 else Batch.join([batch.slice(run.start, run.end) for run in some])
-            with self.bank.serving(key):
-                made = self._forward(part, some)
             if len(keys) == 1:
-                logits = made
-                continue
-            if logits is None:
-                logits = made.new_empty(int(batch.output.sum()), made.shape[1])
-            rank = batch.output.cumsum(0) - 1
-            at = [rank[run.start : run.end][batch.output[run.start : run.end]] for run in some]
-            logits[torch.cat(at).to(made.device)] = made
-        assert logits is not None
-        return logits
+                return self._forward(batch, runs, key)
+            part = Batch.join([batch.slice(run.start, run.end) for run in some])
+            made.append((some, self._forward(part, list(part.runs()), key)))
+        rank = batch.output.cumsum(0) - 1
+        of = [rank[run.start : run.end][batch.output[run.start : run.end]] for some, _ in made for run in some]
+        order = torch.cat(of).argsort().to(self.model.device)
+        return Served(*(torch.cat(column)[order] for column in zip(*(served for _, served in made))))
 
     @torch.no_grad()
-    def _forward(self, batch: Batch, runs: list[Run]) -> Tensor:
-        """Write rows into the cache; the logits of the output rows. The one forward of serving."""
+    def _forward(self, batch: Batch, runs: list[Run], key: AdapterSet) -> Served:
+        """Write rows into the cache; what their output rows give. The one forward of serving."""
+        counts = [(run.slot, run.end - run.start) for run in runs]
+        if self.decoding is not None and len(runs) == len(batch) and bool(batch.output.all()):
+            self.cache.reserve(counts)
+            rows = [Row(run.slot, run.position, int(batch.tokens[run.start])) for run in runs]
+            served = self.decoding(rows, key, self.bank.layers(key), lambda: self.bank.serving(key))
+            self.cache.grow(counts)
+        else:
+            served = self._any_rows(batch, counts, key)
+        for run in runs:
+            self.slots[run.slot].tokens += batch.tokens[run.start : run.end].tolist()
+        return served
+
+    def _any_rows(self, batch: Batch, counts: list[tuple[int, int]], key: AdapterSet) -> Served:
+        """The forward of prompts and guesses, of whatever lengths."""
         device = self.model.device
-        step = self.cache.begin([(run.slot, run.end - run.start) for run in runs])
-        hidden = self.model.hidden(batch.tokens.to(device), kv_cache=step)
-        for run, tokens in zip(runs, batch.tokens.split([run.end - run.start for run in runs])):
-            self.slots[run.slot].tokens += tokens.tolist()
         wanted = batch.output.nonzero().flatten()
-        if not len(wanted):
-            return hidden.new_empty(0, self.model.config.vocab_size)
-        return self.model.logits(hidden.index_select(0, wanted.to(device)))
+        with self.bank.serving(key):
+            hidden = self.model.hidden(batch.tokens.to(device), kv_cache=self.cache.begin(counts))
+            logits = hidden.new_empty(0, self.model.config.vocab_size)
+            if len(wanted):
+                logits = self.model.logits(hidden.index_select(0, wanted.to(device)))
+        return Served(logits, logits.argmax(-1))
 
 
 def said(lessons: list[Lesson], outcome: LearnOutcome) -> dict[str, Any]:

@@ -108,6 +108,11 @@ class Sampler:
             self.seen = torch.zeros(vocab, dtype=torch.bool, device=device)
             self.seen[torch.tensor(list(prompt), dtype=torch.int64, device=device)] = True
 
+    @property
+    def plain(self) -> bool:
+        """Whether it takes the likeliest token of the logits as they are."""
+        return self.options.temperature == 0 and self.bias is None and self.counts is None and self.seen is None
+
     def choose(self, logits: Tensor) -> Tensor:
         """A token [1] for logits [V]; it counts as generated from now on."""
         token = self.draw(self.adjusted(logits.float()))
@@ -122,7 +127,7 @@ class Sampler:
 
         logits [1 + len(draft), V]: row i follows the first i tokens of the draft. One draw a token, as without a draft.
         """
-        if self.options.temperature == 0 and self.bias is None and self.counts is None and self.seen is None:
+        if self.plain:
             chosen = logits.argmax(-1).tolist()  # one wait for the device
             right = next((i for i, (a, b) in enumerate(zip(chosen, draft)) if a != b), len(draft))
             return chosen[: right + 1]

@@ -18,7 +18,8 @@ from ..train.duty import DutyCycle
 from .bank import AdapterSet
 from .batch import Batch, Refused, ids_of, whole
 from .draft import Draft
-from .engine import Engine
+from .engine import Decoded, Engine
+from .host import HostRow
 from .learner import LearnOutcome
 from .requests import Finished, Request, Teach, Ticket
 from .sampling import Sampler, Sampling
@@ -104,6 +105,7 @@ class Scheduler:
         self.duty = DutyCycle(duty, busy=self._busy, stopped=lambda: self._stopping, clock=clock)
         self.lock = threading.RLock()  # held for an iteration: between two of them others may use the engine
         self._work = threading.Condition(self.lock)
+        self._on_host = HostRow(len(engine.slots), engine.model.device)
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._ticks = 0
@@ -165,7 +167,7 @@ class Scheduler:
             if batch is None:
                 return bool(self.turns)
             try:
-                self._choose(self.engine.decode(batch).logits, turns)
+                self._choose(self.engine.decode(batch), turns)
             except Exception as why:  # the next batch may succeed
                 log.exception("a batch of %d rows failed", len(batch))
                 self._fail([turn for turn in turns if turn.why is None], why)
@@ -334,19 +336,21 @@ class Scheduler:
         left = min(left, self.engine.window - len(turn.slot.tokens) - 1, self.speculate, room)
         return turn.text.next(left) if left > 0 else []
 
-    def _choose(self, logits: torch.Tensor, turns: list[Turn]) -> None:
+    def _choose(self, decoded: Decoded, turns: list[Turn]) -> None:
         """Sample the next tokens of each turn whose prompt is read."""
         ready = [turn for turn in turns if not turn.pending]
         if not ready:
             return
-        rows = logits.split([1 + len(turn.draft) for turn in ready])
+        rows = decoded.logits.split([1 + len(turn.draft) for turn in ready])
         if any(turn.draft for turn in ready):
             for turn in ready:
                 turn.slot.unsure = len(turn.draft)
             chosen = [turn.sampler.accept(own, turn.draft) for turn, own in zip(ready, rows)]
         else:
-            drawn = torch.cat([turn.sampler.choose(own[0]) for turn, own in zip(ready, rows)])
-            chosen = [[token] for token in drawn.tolist()]  # one wait for the device
+            drawn = decoded.likeliest
+            if not all(turn.sampler.plain for turn in ready):
+                drawn = torch.cat([turn.sampler.choose(own[0]) for turn, own in zip(ready, rows)])
+            chosen = [[token] for token in self._on_host(drawn)]  # one wait for the device
         for turn, own, tokens in zip(ready, rows, chosen):
             self._take(turn, own, tokens)
 

@@ -8,10 +8,9 @@ is a few launches, all or nothing, and its addresses and step counts are the hos
 from __future__ import annotations
 
 import collections
-import gc
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,35 +18,12 @@ from torch import Tensor
 from ..data import Batch
 from ..data.geometry import Geometry
 from ..data.staging import FIELDS
+from .capture import CannotCapture, Capture, Captured, CudaCapture
 from .failures import diagnostic, out_of_memory
 from .state import random_state, set_random_state
 from .step_key import Layout, StepKey, step_key
 
 Compute = Callable[[Batch, Tensor], Tensor]  # forward and backward of a batch with this denominator; the loss
-
-
-class CannotCapture(Exception):
-    """Steps stay eager; the message says why."""
-
-
-class Captured(Protocol):
-    """Work that was recorded: `replay` does it again, on the memory that it was recorded on."""
-
-    output: Tensor
-    pool_bytes: int
-
-    def replay(self) -> None: ...
-
-    def reset(self) -> None:
-        """Give its memory back."""
-
-
-class Capture(Protocol):
-    def why_not(self, device: torch.device) -> str:
-        """Why nothing can be captured on `device`; "" where it can."""
-
-    def __call__(self, run: Callable[[], Tensor], device: torch.device) -> Captured:
-        """Record `run`, which may be run before for warming up. Raises CannotCapture."""
 
 
 class StepGraph:
@@ -225,59 +201,5 @@ def _scalar(value: int, like: Batch) -> Tensor:
     return torch.full((), value, dtype=torch.float32, device=like.input_ids.device)
 
 
-def _first(error: BaseException) -> BaseException:
-    """What ended a capture, not the error that says that it had ended."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return error
-
-
 def batch_text(key: StepKey) -> str:
     return f"{key.tokens[0]} tokens in {len(key.memberships) - 1} documents, {key.labelled} labels"
-
-
-class CudaCapture:
-    """Records with CUDA graphs, in a memory pool of its own."""
-
-    def why_not(self, device: torch.device) -> str:
-        return "" if device.type == "cuda" else f"CUDA graphs need a CUDA device, this is {device}"
-
-    def __call__(self, run: Callable[[], Tensor], device: torch.device) -> Captured:
-        with torch.cuda.device(device):
-            current, side = torch.cuda.current_stream(), torch.cuda.Stream()
-            side.wait_stream(current)
-            with torch.cuda.stream(side):
-                run()  # kernels, handles and workspaces of this stream are there from now on
-            current.wait_stream(side)
-            gc.collect()  # a collection while capturing might free what CUDA does not let go of then
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-            return CudaGraphed(run, current, side)
-
-
-class CudaGraphed:
-    """One torch.cuda.CUDAGraph."""
-
-    def __init__(self, run: Callable[[], Tensor], current: torch.cuda.Stream, side: torch.cuda.Stream):
-        before = torch.cuda.memory_reserved()
-        self.graph = torch.cuda.CUDAGraph()
-        why = ""
-        try:
-            # the outer block puts the stream back where a failed capture leaves its own
-            with torch.cuda.stream(current), torch.cuda.graph(self.graph, stream=side):
-                self.output = run()
-        except Exception as error:
-            if out_of_memory(_first(error)):
-                raise _first(error) from None
-            why = diagnostic(_first(error))
-        if why:
-            torch.cuda.synchronize()  # raises where the device itself has failed
-            raise CannotCapture(f"the step cannot be captured: {why}")
-        self.pool_bytes = torch.cuda.memory_reserved() - before
-
-    def replay(self) -> None:
-        self.graph.replay()
-
-    def reset(self) -> None:
-        self.graph.reset()
-        del self.output

@@ -83,7 +83,7 @@ def test_labels_in_a_batch_of_several_slots(chunk):
     seen, plain = Seen(made), engine(chunk=chunk)
     for slot in range(3):
         prefill(plain, slot, tokens(6 + slot, slot))
-    logits, outcome = made.decode(Batch.join(parts))
+    logits, outcome, _ = made.decode(Batch.join(parts))
     assert outcome.n_labelled == 10 and len(seen.steps) == 1
     wanted = [(0, 8, ids[2:], label[2:], weight[2:]), (2, 8, ids[:3], label[-3:], None)]
     loss, grads = objective(made, wanted)
@@ -126,7 +126,7 @@ def test_labels_on_a_users_turn_teach_while_generation_goes_on():
     label = torch.cat([torch.full((6,), -1), turn[7:], torch.tensor([V - 1])])
     made.train("a", 1e-3)
     seen = Seen(made)
-    logits, outcome = made.decode(Batch.of(0, 0, turn, label=label, label_weight=torch.full((10,), 0.3)))
+    logits, outcome, _ = made.decode(Batch.of(0, 0, turn, label=label, label_weight=torch.full((10,), 0.3)))
     assert outcome.success and len(seen.steps) == 1
     assert torch.equal(logits[-1:], plain.decode(Batch.of(0, 0, turn)).logits)
     for step in range(5):

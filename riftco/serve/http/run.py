@@ -19,7 +19,7 @@ from .service import Service
 def serve_forever(
     model: str, *, host: str, port: int, slots: int, window: int | None, cache: str, chunk: int, speculate: int,
     train_dir: str | None, rank: int, adapter: str, lr_max: float, journal: int, api_key: str | None,
-    admin_key: str | None, insecure: bool, weights: str, device: str,
+    admin_key: str | None, insecure: bool, cuda_graphs: bool, weights: str, device: str,
 ) -> None:  # fmt: skip
     """Until SIGINT or SIGTERM: what is being answered ends first, then what was learned is on disk already."""
     keys = Keys(api_key, admin_key)
@@ -28,7 +28,7 @@ def serve_forever(
     store = None if train_dir is None else Store(train_dir, base_digest(model), model)
     engine = Engine(
         loaded.model, slots=slots, window=window, cache_dtype=cache, chunk=chunk, store=store, journal=journal,
-        lr_range=(1e-7, lr_max),
+        lr_range=(1e-7, lr_max), cuda_graphs=cuda_graphs,
     )  # fmt: skip
     if store is not None and adapter not in engine.bank.adapters:
         engine.create(adapter, LoraSpec(rank=rank, alpha=2.0 * rank))

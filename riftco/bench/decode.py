@@ -1,0 +1,157 @@
+"""Decode tokens/s of the scheduler, with CUDA graphs and without, beside what reading weights and rows once allows.
+
+`python bench/decode.py --size 8b --slots 1 8 32 --contexts 512 8192`. The replies of both are compared before anything
+is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import pathlib
+import sys
+import time
+from typing import Any
+
+import torch
+
+from ..models import Decoder
+from ..serve import Engine, Request, Scheduler
+from . import timing
+from .engines import METHODS, SHAPES, random_decoder, random_tokens
+from .machine import machine_columns
+from .rows import append, line
+
+COLUMNS = (
+    "size", "layers", "method", "cache", "slots", "context", "graphs", "tokens", "tokens_s", "median_ms", "p10_ms",
+    "p90_ms", "kernels", "kernels_a_layer", "read_gib", "bound_tokens_s", "of_bound", "device", "machine", "date",
+    "commit", "torch", "triton", "threads",
+)  # fmt: skip
+WARM_UP = 8  # steps before anything is timed; within them graphs are captured
+GRAPHS = {"off": False, "on": True}
+
+
+class Wrong(Exception):
+    """Replies that differ are not timed."""
+
+
+def fill(engine: Engine, context: int) -> Scheduler:
+    """A scheduler whose slots have all read one prompt of `context` tokens; all but the first borrow its rows."""
+    scheduler, prompt = Scheduler(engine), random_tokens(engine, context)
+    for slot in engine.slots:
+        scheduler.submit(Request(prompt, max_new_tokens=1, slot=slot.id))
+        scheduler.run()
+    return scheduler
+
+
+def decode(scheduler: Scheduler, context: int, tokens: int) -> tuple[list[list[int]], list[float]]:
+    """(each slot's reply, seconds of each step after the warm-up)."""
+    engine, times = scheduler.engine, []
+    prompt = random_tokens(engine, context)
+    # a last token of its own, so that replies differ
+    own = [[*prompt[:-1], (prompt[-1] + slot.id) % engine.model.config.vocab_size] for slot in engine.slots]
+    tickets = [scheduler.submit(Request(p, max_new_tokens=tokens + WARM_UP, slot=i)) for i, p in enumerate(own)]
+    for _ in range(WARM_UP):
+        scheduler.step()
+    while scheduler.turns:
+        began = time.perf_counter()
+        scheduler.step()
+        times.append(time.perf_counter() - began)
+    return [t.tokens for t in tickets], times
+
+
+def kernels(scheduler: Scheduler, context: int) -> int:
+    """CUDA kernels, copies and fills of one eager decode step."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    prompt = random_tokens(scheduler.engine, context)
+    for slot in scheduler.engine.slots:
+        scheduler.submit(Request(prompt, max_new_tokens=WARM_UP, slot=slot.id))
+    scheduler.step()
+    scheduler.step()
+    with torch.profiler.profile(activities=activities) as profile:
+        scheduler.step()
+        torch.cuda.synchronize()
+    scheduler.run()
+    device = torch.autograd.DeviceType.CUDA
+    return sum(e.device_type() == device for e in profile.profiler.kineto_results.events())
+
+
+def recorded(engine: Engine) -> str:
+    """Whether steps were replayed; where not, why."""
+    if engine.decoding is None:
+        return "off: no GPU"
+    return f"off: {engine.decoding.off}" if engine.decoding.off else "on"
+
+
+def read_bytes(model: Decoder, engine: Engine, context: int) -> int:
+    """What a step must read: every weight but the embedding's other rows, and each slot's rows."""
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in model.state_dict().values()}
+    if not model.config.tie_word_embeddings:
+        embedding = model.state_dict()["model.embed_tokens.weight"]
+        del held[embedding.untyped_storage().data_ptr()]
+    return sum(held.values()) + engine.cache.nbytes * context // engine.window
+
+
+def run(args: argparse.Namespace, out: pathlib.Path) -> None:
+    device = "cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu"
+    model = random_decoder(args.size, args.method, device, args.layers)
+    bandwidth = 1e9 * timing.roofs(device, torch.bfloat16 if device == "cuda" else torch.float32)["copy_gb_s"]
+    for context in args.contexts:
+        for slots in args.slots:
+            want: list[list[int]] | None = None
+            for graphs in args.graphs:
+                engine = Engine(
+                    model, slots=slots, window=context + args.tokens + WARM_UP + 1, cache_dtype=args.cache,
+                    cuda_graphs=GRAPHS[graphs],
+                )  # fmt: skip
+                scheduler = fill(engine, context)
+                replies, times = decode(scheduler, context, args.tokens)
+                if want is not None and replies != want:
+                    raise Wrong(f"{slots} slots, context {context}: replies differ with graphs {graphs}")
+                want = replies
+                step = timing.summary([1e3 * t for t in times])
+                read = read_bytes(model, engine, context)
+                bound = slots * bandwidth / read
+                row: dict[str, Any] = {
+                    "size": args.size, "layers": model.config.num_layers, "method": args.method, "cache": args.cache,
+                    "slots": slots, "context": context, "graphs": recorded(engine), "tokens": slots * len(times),
+                    "tokens_s": slots * len(times) / sum(times), "median_ms": step.median_ms, "p10_ms": step.p10_ms,
+                    "p90_ms": step.p90_ms, "read_gib": read / 2**30, "bound_tokens_s": bound, "device": device,
+                    **machine_columns(device),
+                }  # fmt: skip
+                row["of_bound"] = row["tokens_s"] / bound
+                row["kernels"] = row["kernels_a_layer"] = ""
+                if device == "cuda" and not GRAPHS[graphs]:
+                    row["kernels"] = kernels(scheduler, context)
+                    row["kernels_a_layer"] = row["kernels"] / model.config.num_layers
+                print(line(row, COLUMNS[:17]), flush=True)
+                append(out, COLUMNS, [row])
+                del engine, scheduler
+                gc.collect()
+
+
+def main(arguments: list[str] | None = None, folder: str | pathlib.Path = "bench-results") -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SHAPES, default="tiny")
+    parser.add_argument("--layers", type=int, default=0, help="fewer layers than the size has")
+    parser.add_argument("--method", choices=METHODS, default="dense")
+    parser.add_argument("--cache", default="bfloat16", help="float32, float16, bfloat16 or q8_0")
+    parser.add_argument("--slots", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[64])
+    parser.add_argument("--tokens", type=int, default=64, help="timed steps")
+    parser.add_argument("--graphs", nargs="+", choices=GRAPHS, default=list(GRAPHS))
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=pathlib.Path, help="CSV; default <folder>/<date>-decode-<device>.csv")
+    args = parser.parse_args(arguments)
+    if min(*args.slots, *args.contexts, args.tokens) < 1:
+        parser.error("sizes are 1 or more")
+    kind = "cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu"
+    out = args.out or pathlib.Path(folder) / f"{datetime.date.today()}-decode-{kind}.csv"
+    run(args, out)
+    print(f"written to {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

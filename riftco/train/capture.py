@@ -1,0 +1,100 @@
+"""Recording work on a GPU once, to do it again with one launch."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from .failures import diagnostic, out_of_memory
+
+
+class CannotCapture(Exception):
+    """The work stays eager; the message says why."""
+
+
+class Captured(Protocol):
+    """Work that was recorded: `replay` does it again, on the memory that it was recorded on."""
+
+    output: Any
+    pool_bytes: int
+
+    def replay(self) -> None: ...
+
+    def reset(self) -> None:
+        """Give its memory back."""
+
+
+class Capture(Protocol):
+    def why_not(self, device: torch.device) -> str:
+        """Why nothing can be captured on `device`; "" where it can."""
+
+    def __call__(self, run: Callable[[], Any], device: torch.device) -> Captured:
+        """Record `run`, which may be run before for warming up. Raises CannotCapture."""
+
+
+def _first(error: BaseException) -> BaseException:
+    """What ended a capture, not the error that says that it had ended."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
+
+
+class CudaCapture:
+    """Records with CUDA graphs.
+
+    Args:
+        shared: all that this records takes its memory from one pool: what one replay has left there, the next one of
+            another may overwrite. By default each has a pool of its own.
+    """
+
+    def __init__(self, *, shared: bool = False):
+        self._shared = shared
+        self._pool: Any = None
+
+    def why_not(self, device: torch.device) -> str:
+        return "" if device.type == "cuda" else f"CUDA graphs need a CUDA device, this is {device}"
+
+    def __call__(self, run: Callable[[], Any], device: torch.device) -> Captured:
+        with torch.cuda.device(device):
+            current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                run()  # kernels, handles and workspaces of this stream are there from now on
+            current.wait_stream(side)
+            gc.collect()  # a collection while capturing might free what CUDA does not let go of then
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            if self._shared and self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            return CudaGraphed(run, current, side, self._pool)
+
+
+class CudaGraphed:
+    """One torch.cuda.CUDAGraph."""
+
+    def __init__(self, run: Callable[[], Any], current: torch.cuda.Stream, side: torch.cuda.Stream, pool: Any = None):
+        before = torch.cuda.memory_reserved()
+        self.graph = torch.cuda.CUDAGraph()
+        why = ""
+        try:
+            # the outer block puts the stream back where a failed capture leaves its own
+            with torch.cuda.stream(current), torch.cuda.graph(self.graph, pool=pool, stream=side):
+                self.output = run()
+        except Exception as error:
+            if out_of_memory(_first(error)):
+                raise _first(error) from None
+            why = diagnostic(_first(error))
+        if why:
+            torch.cuda.synchronize()  # raises where the device itself has failed
+            raise CannotCapture(f"the step cannot be captured: {why}")
+        self.pool_bytes = torch.cuda.memory_reserved() - before
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+    def reset(self) -> None:
+        self.graph.reset()
+        del self.output

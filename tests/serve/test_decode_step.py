@@ -1,0 +1,311 @@
+"""The decode step, recorded: the bits of the one that is not, whoever joins, leaves, learns or is promoted meanwhile.
+
+On a CPU a tape stands in for CUDA graphs (recorded.py): it does the operations again, on the memory of the first time.
+"""
+
+import logging
+
+import pytest
+import torch
+from objective import LAYERS, SPEC, V, add, decoder, engine, prefill, tokens
+from recorded import Recorder, Tape, Waits, storage
+
+from riftco.models.held import all_held
+from riftco.models.kv_cache import RowStep
+from riftco.serve import Batch, Request, Sampling, Scheduler, decode_step
+from riftco.train.capture import CannotCapture
+
+LAYOUTS = {"slots": {}, "pages": {"page_size": 8}}
+DTYPES = ("float32", "float16", "q8_0")
+
+
+def pair(**options):
+    """The same engine twice: its decode steps recorded, and computed as they come."""
+    return [engine(capture=Recorder(), cuda_graphs=graphs, **options) for graphs in (True, False)]
+
+
+def one_token(made, slots, token=7):
+    return made.decode(Batch.join([Batch.of(s, len(made.slots[s].tokens), [(token + s) % V]) for s in slots]))
+
+
+def cached(made):
+    """Every byte of every layer."""
+    layers = [of for group in made.cache.groups for of in group.cache.layers]
+    return [t for of in layers for t in (of.k, of.v, of.k_scale, of.v_scale) if t is not None]
+
+
+def same(a, b, slots=(0, 1, 2)):
+    for slot in slots:
+        for (_, mine), (_, other) in zip(a.cache.snapshot(slot).rows, b.cache.snapshot(slot).rows):
+            assert all(torch.equal(s, t) for s, t in zip(mine, other))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_slots_join_and_leave(layout, dtype):
+    made, eager = pair(slots=5, cache_dtype=dtype, **LAYOUTS[layout])
+    for step, slots in enumerate(([0], [0, 1], [0, 1, 2, 3, 4], [0, 2, 3], [1, 4], [0, 1, 2, 3], [0])):
+        for e in (made, eager):
+            if step == 5:
+                e.cut(1, 0)  # its pages go to whoever comes next
+            for slot in slots:
+                if not e.slots[slot].tokens:
+                    prefill(e, slot, tokens(5 + slot, slot))
+        got, want = (one_token(e, slots, 7 + step) for e in (made, eager))
+        assert torch.equal(got.logits, want.logits) and torch.equal(got.likeliest, want.likeliest)
+        assert torch.equal(want.likeliest, want.logits.argmax(-1)) and got.logits.shape == (len(slots), V)
+        assert [s.tokens for s in made.slots] == [s.tokens for s in eager.slots]
+        same(made, eager, range(5))
+    assert (made.decoding.captured, made.decoding.replayed, made.decoding.eager) == (4, 7, 0)
+    assert (eager.decoding.captured, eager.decoding.replayed, eager.decoding.eager) == (0, 0, 7)
+    assert made.decoding.sizes == [1, 2, 4, 8]
+
+
+def test_what_was_given_stays():
+    """A replay writes where the last one did; who holds its logits keeps them."""
+    made, _ = pair()
+    prefill(made, 0, tokens(5))
+    first = one_token(made, [0])
+    kept = first.logits.clone(), first.likeliest.clone()
+    one_token(made, [0])
+    assert torch.equal(first.logits, kept[0]) and torch.equal(first.likeliest, kept[1])
+
+
+def test_it_agrees_with_the_forward_of_any_rows():
+    made, _ = pair()
+    plain = engine()
+    assert plain.decoding is None
+    for e in (made, plain):
+        for slot in range(3):
+            prefill(e, slot, tokens(5 + slot, slot))
+    torch.testing.assert_close(one_token(made, [0, 1, 2]).logits, one_token(plain, [0, 1, 2]).logits)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=1.0, top_p=0.9, seed=3)], ids=["greedy", "drawn"]
+)
+def test_replies_of_more_requests_than_slots(sampling, layout):
+    """Prompts are read between steps, slots are given back and taken again."""
+
+    def replies(made):
+        scheduler = Scheduler(made)
+        asked = [
+            Request(tokens(4 + 3 * i, i).tolist(), max_new_tokens=3 + 2 * i, sampling=sampling, adapters=uses)
+            for i, uses in enumerate(({}, {}, {"a": 1.0}, {}, {"a": 0.5}, {"a": 1.0}))
+        ]
+        tickets = [scheduler.submit(r) for r in asked]
+        scheduler.run()
+        return [t.tokens for t in tickets]
+
+    made, eager = pair(slots=3, **LAYOUTS[layout])
+    got = replies(made)
+    assert got == replies(eager) == replies(engine(**LAYOUTS[layout]))
+    assert made.decoding.replayed > made.decoding.captured >= 3 and made.decoding.eager == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_learn_and_a_promotion_between_steps(dtype):
+    made, eager = pair(cache_dtype=dtype, served=True)
+    for e in (made, eager):
+        for slot in range(3):
+            prefill(e, slot, tokens(6 + slot, slot))
+    for step in range(6):
+        got, want = (one_token(e, [0, 1, 2], 3 + step) for e in (made, eager))
+        assert torch.equal(got.logits, want.logits)
+        if step == 1:
+            outcomes = [e.learn(0, 5, [4, 5, 6], [5, 6, 7], adapter="a", lr=1e-2) for e in (made, eager)]
+            assert outcomes[0].success and outcomes[0].digest == outcomes[1].digest
+        if step == 3:
+            assert [e.promote("a") for e in (made, eager)] == [2, 2]
+            for e in (made, eager):
+                e.use(1, {"a": 1.0})  # of version 2; its neighbours end on the first
+                prefill(e, 1, tokens(6, 1))
+        same(made, eager)
+    assert made.decoding.captured == 3, "one for three slots; then one for two of version 1, one for one of version 2"
+    labelled = Batch.join([Batch.of(0, len(made.slots[0].tokens), [1], label=[2]), Batch.of(1, 8, [3])])
+    for e in (made, eager):
+        e.train("a", 1e-3)
+    got, want = (e.decode(labelled) for e in (made, eager))
+    assert got.learn.success and torch.equal(got.logits, want.logits), "labels ride a step that is replayed"
+
+
+def test_an_adapter_that_is_made_again_is_not_the_old_one():
+    made, eager = pair()
+    for e in (made, eager):
+        e.use(0, {"a": 1.0})
+        prefill(e, 0, tokens(5))
+        one_token(e, [0])
+        e.remove("a")
+        add(e, "a", SPEC, seed=9)
+        e.use(0, {"a": 1.0})
+        prefill(e, 0, tokens(5))
+    got, want = (one_token(e, [0]).logits for e in (made, eager))
+    assert torch.equal(got, want)
+    assert [g.resets for g in made.decoding._capture.made] == [1, 0]
+
+
+def test_weights_that_moved_are_not_read_where_they_were():
+    made, eager = pair()
+    for e in (made, eager):
+        prefill(e, 0, tokens(5))
+        one_token(e, [0])
+        for p in e.model.parameters():
+            p.data = p.data * 1.5
+    got, want = (one_token(e, [0]).logits for e in (made, eager))
+    assert torch.equal(got, want) and made.decoding.captured == 2
+
+
+def test_rows_of_no_slot_write_nothing():
+    made, _ = pair(slots=8)
+    for t in cached(made):
+        t.zero_()
+    prefill(made, 0, tokens(5))
+    before = [t.clone() for t in cached(made)]
+    made.decoding.prepare((), made.bank.layers(()), lambda: made.bank.serving(()))
+    assert made.decoding.captured == 4
+    assert all(torch.equal(a, b) for a, b in zip(before, cached(made)))
+    for slot in (1, 2, 4):
+        prefill(made, slot, tokens(3))
+    before = [t.clone() for t in cached(made)]
+    one_token(made, [0, 1, 4])
+    for a, b in zip(before, cached(made)):
+        changed = (a != b).flatten(2).any(-1).nonzero().tolist()
+        assert {tuple(at) for at in changed} <= {(0, 5), (1, 3), (4, 3)}
+
+
+def test_all_that_changes_is_read_from_the_buffers():
+    """Of memory that it did not make, a recorded step reads its buffer, weights, cache and rotation; nothing else."""
+    made, _ = pair(page_size=8)
+    prefill(made, 0, tokens(5))
+    one_token(made, [0])
+    (graph,) = made.decoding._capture.made
+    allowed = {storage(made.decoding._of(1).there)} | {storage(t) for t in all_held(made.model)}
+    allowed |= {storage(t) for t in cached(made)}
+    allowed |= {storage(group.cache.block_table) for group in made.cache.groups}
+    allowed |= {storage(t) for pair in made.model.rotary._on.values() for t in pair}
+    assert graph.reads <= allowed and storage(made.decoding._of(1).there) in graph.reads
+    writes = [func for func, *_ in graph.tape.calls if func.name() == "riftco::cached_attention_write"]
+    assert len(writes) == LAYERS
+
+
+def waiting(self, cache, slots, first):
+    of_rows(self, cache, slots, first)
+    assert int(first.max()) >= -1
+
+
+def from_the_host(self, cache, slots, first):
+    lengths = torch.tensor(cache.lengths[: len(slots)])
+    of_rows(self, cache, slots, lengths)
+
+
+of_rows = RowStep.__init__
+
+
+@pytest.mark.parametrize("fault", [waiting, from_the_host], ids=lambda f: f.__name__)
+def test_a_step_that_asks_the_host_is_seen(monkeypatch, fault):
+    made, _ = pair()
+    prefill(made, 0, tokens(5))
+    monkeypatch.setattr(RowStep, "__init__", fault)
+    with pytest.raises(Waits):
+        one_token(made, [0])
+
+
+def test_a_number_that_python_keeps_is_seen(monkeypatch):
+    """A position that the host knew while recording: right once, wrong ever after."""
+
+    def frozen(self, cache, slots, first):
+        of_rows(self, cache, slots, torch.full_like(first, cache.lengths[0]))
+
+    made, eager = pair()
+    for e in (made, eager):
+        prefill(e, 0, tokens(5))
+    monkeypatch.setattr(RowStep, "__init__", frozen)
+    assert torch.equal(*(one_token(e, [0]).logits for e in (made, eager)))
+    assert not torch.equal(*(one_token(e, [0]).logits for e in (made, eager)))
+
+
+def test_a_tape_sees_memory_that_moves():
+    weight, lengths = torch.ones(4), [torch.ones(4), torch.ones(4), torch.ones(4)]
+    with Tape() as tape:
+        weight + torch.ones(4).mul_(2)
+    assert tape.outside == {storage(weight)}
+    with pytest.raises(Waits, match="2 tensors lie elsewhere"):
+        Recorder()(lambda: weight + lengths.pop(), None)
+
+
+@pytest.mark.parametrize("why", [CannotCapture("it waits"), torch.OutOfMemoryError("no memory")], ids=["waits", "full"])
+def test_what_cannot_be_recorded_is_computed_and_said(caplog, why):
+    made, eager = engine(capture=Recorder(refuses=why)), pair()[1]
+    for e in (made, eager):
+        prefill(e, 0, tokens(5))
+    with caplog.at_level(logging.WARNING):
+        assert all(torch.equal(*(one_token(e, [0]).logits for e in (made, eager))) for _ in range(2))
+    assert caplog.text.count("decode steps stay eager") == 1 and made.decoding.off
+    assert made.decoding.eager == 2
+
+
+def test_other_errors_are_raised():
+    made = engine(capture=Recorder(refuses=RuntimeError("a bug")))
+    prefill(made, 0, tokens(5))
+    with pytest.raises(RuntimeError, match="a bug"):
+        one_token(made, [0])
+    assert len(made.slots[0].tokens) == 5 == made.cache.lengths[0]
+
+
+def test_the_longest_unused_graph_leaves(monkeypatch):
+    monkeypatch.setattr(decode_step, "MOST", 2)
+    made, eager = pair(slots=4)
+    for slots in ([0], [0, 1], [0], [0, 1, 2], [0], [0, 1]):
+        for e in (made, eager):
+            for slot in slots:
+                e.cut(slot, 0)
+                prefill(e, slot, tokens(5))
+        assert torch.equal(*(one_token(e, slots).logits for e in (made, eager)))
+    assert made.decoding.captured == 4 and [g.resets for g in made.decoding._capture.made] == [0, 1, 1, 0]
+    made.decoding.forget()
+    assert all(g.resets == 1 for g in made.decoding._capture.made)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "q8_0"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_on_a_gpu(layout, dtype):
+    """Slots join and leave, one learns, its adapter is promoted: logits, rows and replies of the eager steps."""
+    from riftco.serve import Engine
+
+    def build(graphs):
+        torch.manual_seed(1)
+        made = Engine(
+            decoder().to("cuda", torch.bfloat16), slots=5, window=48, cache_dtype=dtype, chunk=8, cuda_graphs=graphs,
+            **LAYOUTS[layout],
+        )  # fmt: skip
+        add(made, "a", SPEC)
+        return made
+
+    made, eager = build(True), build(False)
+    for step, slots in enumerate(([0], [0, 1], [0, 1, 2, 3, 4], [0, 2, 3], [1, 4], [0, 1, 2, 3], [0])):
+        for e in (made, eager):
+            for slot in slots:
+                if not e.slots[slot].tokens:
+                    e.use(slot, {"a": 1.0} if slot in (2, 3) else {})
+                    prefill(e, slot, tokens(5 + slot, slot))
+        got, want = (one_token(e, slots, 7 + step) for e in (made, eager))
+        assert torch.equal(got.logits, want.logits) and torch.equal(got.likeliest, want.likeliest)
+        same(made, eager, range(5))
+        if step == 3:
+            outcomes = [e.learn(0, 5, [4, 5, 6], [5, 6, 7], adapter="a", lr=1e-2) for e in (made, eager)]
+            assert all(o.success for o in outcomes) and [e.promote("a") for e in (made, eager)] == [2, 2]
+            for e in (made, eager):
+                e.use(2, {"a": 1.0})
+    assert not made.decoding.off and made.decoding.eager == 0 < made.decoding.replayed
+    replies = []
+    for e in (made, eager):
+        scheduler = Scheduler(e)
+        tickets = [
+            scheduler.submit(Request(tokens(4 + i, i).tolist(), max_new_tokens=4 + i, adapters=uses))
+            for i, uses in enumerate(({}, {"a": 1.0}, {}, {"a": 0.5}, {}, {}, {"a": 1.0}))
+        ]
+        scheduler.run()
+        replies.append([t.tokens for t in tickets])
+    assert replies[0] == replies[1]
