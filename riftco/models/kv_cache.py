@@ -135,6 +135,11 @@ class KVCache:
         return sum(group.nbytes for group in self.groups)
 
     @property
+    def longest(self) -> int:
+        """The most positions that one slot can have while the others hold none."""
+        return min([self.window, *(group.longest(self.window) for group in self.groups)])
+
+    @property
     def length(self) -> int:
         """Of slots that are filled alike."""
         if len(set(self.lengths)) > 1:

@@ -31,6 +31,10 @@ class Rows:
     def check_room(self, ends: Mapping[int, int]) -> None:
         """Refuse slots that would end there, if they do not fit."""
 
+    def longest(self, window: int) -> int:
+        """The most positions that one slot can have."""
+        return window
+
     def reserve(self, ends: Mapping[int, int]) -> None:
         """Make room for slots that will end there."""
 
@@ -89,6 +93,9 @@ class Pages(Rows):
 
     def _missing(self, slot: int, end: int) -> int:
         return max(0, -(-end // self.page) - len(self.owned[slot]))
+
+    def longest(self, window: int) -> int:
+        return (len(self.free) + sum(map(len, self.owned))) * self.page
 
     def check_room(self, ends: Mapping[int, int]) -> None:
         need = sum(self._missing(slot, end) for slot, end in ends.items())

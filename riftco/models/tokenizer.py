@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -13,7 +15,9 @@ from typing import Any
 from .errors import ModelError, package
 
 # Tokens that end a turn or a text, where a vocabulary marks them as control tokens.
-END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>", "<|end|>", "<end_of_turn>", "</s>")
+END_TOKENS = (
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<|end|>", "<end_of_turn>", "</s>",
+)  # fmt: skip
 SOURCE = "riftco_source.json"  # beside a cached conversion: which file it was made from
 
 
@@ -28,7 +32,8 @@ class Tokenizer:
 
     def __init__(self, hf: Any, stop_ids: Sequence[int] = ()):
         self.hf = hf
-        special = set(hf.all_special_ids) | {i for i, t in hf.added_tokens_decoder.items() if t.special}
+        self._added = hf.added_tokens_decoder
+        special = set(hf.all_special_ids) | {i for i, t in self._added.items() if t.special}
         vocabulary = hf.get_vocab()
         named = {vocabulary[t] for t in END_TOKENS if vocabulary.get(t) in special}
         eos = set() if hf.eos_token_id is None else {hf.eos_token_id}
@@ -69,6 +74,27 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return self.hf.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+
+    @functools.cached_property
+    def _byte_level(self) -> dict[str, int] | None:
+        """Letter -> byte, where the vocabulary writes bytes as letters (GPT-2's way)."""
+        decoder = json.loads(self.hf.backend_tokenizer.to_str())["decoder"] or {}
+        if "ByteLevel" not in [part["type"] for part in (decoder, *decoder.get("decoders", ()))]:
+            return None
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        return {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+    def bytes_of(self, token: int) -> bytes:
+        """What a token stands for, which may be a part of a character."""
+        piece, letters = self.hf.convert_ids_to_tokens(token) or "", self._byte_level
+        if token in self._added:
+            return piece.encode()
+        if letters is not None:
+            return bytes(letters[c] for c in piece) if all(c in letters for c in piece) else piece.encode()
+        if byte := re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece):
+            return bytes([int(byte[1], 16)])
+        return piece.replace("\u2581", " ").encode()
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False, **options: Any

@@ -43,6 +43,7 @@ class Turn:
     draft: list[int] = field(default_factory=list)  # guessed in this iteration
     drafted: int = 0
     accepted: int = 0
+    considered: int = 0  # the last batch that had room for it
     why: str | None = None  # how the reply ended, once it has
     learn: LearnOutcome | None = None
 
@@ -108,7 +109,7 @@ class Scheduler:
         self._on_host = HostRow(len(engine.slots), engine.model.device)
         self._thread: threading.Thread | None = None
         self._stopping = False
-        self._ticks = 0
+        self._ticks = self._batches = 0
 
     def submit(self, request: Request, on_end: Callable[[Finished], None] | None = None) -> Ticket:
         """Queue a request; `on_end` is told how it ended, before its reader is, on the scheduler's thread.
@@ -135,6 +136,10 @@ class Scheduler:
             raise Refused("the prompt is empty; accepted: at least one token")
         if len(prompt) > engine.window:
             raise Refused(f"the prompt has {len(prompt)} tokens, more than the window of {engine.window}")
+        if len(prompt) > engine.cache.longest:
+            raise Refused(
+                f"the prompt has {len(prompt)} tokens; all pages of the cache together hold {engine.cache.longest}"
+            )
         for token in prompt:
             if not 0 <= token < vocab:
                 raise Refused(f"token {token} is outside the vocabulary of {vocab}")
@@ -262,7 +267,7 @@ class Scheduler:
         slot.used, slot.state = self._ticks, State.PREFILLING
         ticket.cached = len(slot.tokens)
         text = Draft(prompt) if self.speculate else None
-        self.turns[slot.id] = Turn(ticket, slot, prompt, sampler, len(slot.tokens), text)
+        self.turns[slot.id] = Turn(ticket, slot, prompt, sampler, len(slot.tokens), text, considered=self._batches)
 
     def _keep(self, slot: Slot, n: int) -> None:
         """Cut the slot to n rows, or to none where a sliding window has let go of what precedes them."""
@@ -285,11 +290,13 @@ class Scheduler:
         """Decode rows of every slot that has one, then prefill chunks while there is room."""
         room, parts, turns = self.engine.chunk, [], []
         ends: dict[int, int] = {}  # slot -> rows that it will hold
-        for turn in sorted(self.turns.values(), key=lambda t: (t.slot.state != State.DECODING, t.slot.used)):
-            if turn.why is not None or room < 1:
+        self._batches += 1
+        for turn, most in self._order():
+            if room < 1:
                 continue
+            turn.considered = self._batches
             pending, held = turn.pending, len(turn.slot.tokens)
-            rows = pending[: self._fit(turn.slot, ends, min(room, len(pending)))]
+            rows = pending[: self._fit(turn.slot, ends, min(room, most, len(pending)))]
             if not rows:
                 continue
             room -= len(rows)
@@ -307,6 +314,19 @@ class Scheduler:
         if not parts and self.turns and all(turn.why is None for turn in self.turns.values()):
             self._yield()
         return (Batch.join(parts), turns) if parts else (None, [])
+
+    def _order(self) -> list[tuple[Turn, int]]:
+        """Who gets rows of a batch, in turn, and how many at most: those that decode, the longest left out first, then
+        prompts. A prompt that the last batch had no row for goes first, with half of this one."""
+        running = sorted((t for t in self.turns.values() if t.why is None), key=lambda t: t.slot.used)
+        decoding = sorted((t for t in running if t.slot.state is State.DECODING), key=lambda t: t.considered)
+        prompts = [t for t in running if t.slot.state is not State.DECODING]
+        chunk = self.engine.chunk
+        order = [(t, chunk) for t in (*decoding, *prompts)]
+        if prompts and prompts[0].considered < self._batches - 1:
+            order.remove((prompts[0], chunk))
+            order.insert(0, (prompts[0], max(1, chunk // 2)))
+        return order
 
     def _yield(self) -> None:
         """Nobody can go on for want of pages: the newest turn gives its own to the others, and reads again later."""
@@ -357,7 +377,7 @@ class Scheduler:
     def _take(self, turn: Turn, logits: torch.Tensor, tokens: list[int]) -> None:
         """Append chosen tokens to a turn's reply until it ends; rows of guesses that were wrong are taken back."""
         turn.slot.state, request = State.DECODING, turn.ticket.request
-        for row, token in zip(logits, tokens):
+        for taken, (row, token) in enumerate(zip(logits, tokens), 1):  # noqa: B007
             turn.ticket.put(turn.sampler.report(row, token))
             if turn.text is not None:
                 turn.text.add(token)
@@ -369,7 +389,7 @@ class Scheduler:
                 break
         if turn.draft:
             turn.drafted += len(turn.draft)
-            turn.accepted += len(tokens) - 1
+            turn.accepted += min(taken, len(tokens) - 1)  # what stands behind a stop was not used
             self.engine.cut(turn.slot.id, len(turn.prompt) + len(turn.reply) - 1)  # the newest token is not read yet
             turn.draft = []
 

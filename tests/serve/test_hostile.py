@@ -274,13 +274,38 @@ def test_turns_that_want_more_pages_than_there_are_take_turns(cuts, sampling, sp
 
 def test_a_turn_that_no_page_is_left_for_hurts_nobody_else():
     made = scheduler(slots=3, page_size=4, pages=6)
-    requests = [Request(LONG[:20], max_new_tokens=20), Request(PROMPTS[0], max_new_tokens=6), Request(LONG[:30])]
+    requests = [Request(LONG[:20], max_new_tokens=20), Request(PROMPTS[0], max_new_tokens=6), Request(LONG[:24])]
     got, ends = answers(made, requests)
     assert [e.why for e in ends] == ["error", "length", "error"] and "no page left" in ends[2].error
     assert got[1] == list(generate_tokens(made.engine.model, PROMPTS[0], max_new_tokens=6))
     assert got[0] == list(generate_tokens(made.engine.model, LONG[:20], max_new_tokens=20))[: len(got[0])] != []
     (again,), (end,) = answers(made, [Request(LONG[:20], max_new_tokens=3)])
     assert end.why == "length" and again == got[0][:3]
+
+
+def test_a_prompt_that_all_pages_cannot_hold_is_refused_at_once():
+    made = scheduler(slots=3, page_size=4, pages=6)
+    with pytest.raises(Refused, match="the prompt has 25 tokens; all pages of the cache together hold 24"):
+        made.submit(Request(LONG[:25]))
+    assert answers(made, [Request(LONG[:24], max_new_tokens=1)])[1][0].why == "length"
+
+
+@pytest.mark.parametrize("chunk,speculate", [(1, 0), (2, 0), (3, 3)])
+def test_prompts_go_on_where_a_chunk_is_smaller_than_the_slots_that_decode(chunk, speculate):
+    """Nobody waits for others to end: three replies run on while a fourth prompt is read, and each gets its turn."""
+    made = scheduler(slots=4, chunk=chunk, speculate=speculate)
+    early = [made.submit(Request(PROMPTS[0][i:], max_new_tokens=40)) for i in range(3)]
+    while not all(t.tokens for t in early):
+        made.step()
+    late, before = made.submit(Request(PROMPTS[3], max_new_tokens=3)), [len(t.tokens) for t in early]
+    while not late.tokens:
+        made.step()
+    assert all(t.finished is None for t in early)
+    made.run()
+    assert late.tokens == list(generate_tokens(decoder(), PROMPTS[3], max_new_tokens=3))
+    for i, ticket in enumerate(early):
+        assert ticket.tokens == list(generate_tokens(decoder(), PROMPTS[0][i:], max_new_tokens=40))
+    assert max(before) - min(before) < 40
 
 
 def test_many_threads_at_once():

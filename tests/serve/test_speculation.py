@@ -66,11 +66,14 @@ def test_a_stop_token_among_right_guesses_ends_the_reply():
         made.engine.model.lm_head.weight.zero_()
     (got,), (end,) = answers(made, [Request([0, 0, 0], max_new_tokens=20, stop_ids={0})])
     assert got == [0] and end.why == "stop"
+    (got,), (end,) = answers(made, [Request([0, 0, 0], max_new_tokens=3)])
+    assert got == [0, 0, 0] and end.accepted == end.drafted
     ticket = made.submit(Request([0, 0, 0], max_new_tokens=20))
     made.step()
     ticket.stop()
     made.run()
     assert ticket.finished.why == "stop" and len(ticket.tokens) == 2
+    assert ticket.finished.drafted == 4 and ticket.finished.accepted == 1, "what stands behind the stop was not used"
     assert len(made.engine.slots[0].tokens) == 3 + 1
 
 

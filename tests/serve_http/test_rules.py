@@ -1,5 +1,7 @@
 """Errors, keys, limits, and learning on its own route."""
 
+import time
+
 import httpx
 import pytest
 from server import WINDOW, served, service
@@ -224,3 +226,53 @@ def test_text_that_may_begin_a_stop_string_is_held_back():
     stops = Stops(["STOP", "END"])
     assert [stops.add(t) for t in ("a S", "T", "x E", "N", "Dz", "more")][:5] == ["a ", "", "STx ", "", ""]
     assert stops.found == "END"
+
+
+def test_a_client_that_hangs_up_ends_its_turn(tokenizer):
+    """A plain answer that nobody waits for any more is not made to its end, and a stream's neither."""
+    made = service(tokenizer)
+    slow_down(made)
+    with served(made) as url, httpx.Client(base_url=url) as client:
+        for path, body in (
+            ("/v1/chat/completions", CHAT), ("/v1/messages", CHAT), ("/v1/completions", {"prompt": "The key"}),
+            ("/v1/responses", {"input": "The key"}), ("/completion", {"prompt": "The key"}),
+        ):  # fmt: skip
+            long = {**body, "max_tokens": 100, "max_output_tokens": 100, "n_predict": 100, "temperature": 0}
+            with pytest.raises(httpx.ReadTimeout):
+                client.post(path, json=long, timeout=0.2)
+            idle(made)
+            with client.stream("POST", path, json={**long, "stream": True}, timeout=60):
+                pass
+            idle(made)
+        assert made.scheduler.totals.predicted < 10 * 60, "none came near its 100 tokens"
+
+
+def idle(made):
+    for _ in range(400):
+        if not made.scheduler.turns and not made.scheduler.waiting:
+            return
+        time.sleep(0.01)
+    raise AssertionError(made.scheduler.turns)
+
+
+def slow_down(made):
+    """A turn lasts longer than its client waits."""
+    step = type(made.scheduler).step
+
+    def slowly():
+        time.sleep(0.02)
+        return step(made.scheduler)
+
+    made.scheduler.step = slowly
+
+
+def test_half_characters_have_their_own_bytes(client, tokenizer):
+    ids = tokenizer.encode("😀")
+    assert len(ids) > 1 and b"".join(map(tokenizer.bytes_of, ids)) == "😀".encode()
+    answer = client.post("/v1/chat/completions", json={
+        "messages": ASK, "max_tokens": 1, "logprobs": True, "top_logprobs": 1, "logit_bias": {ids[0]: 100},
+    }).json()  # fmt: skip
+    (entry,) = answer["choices"][0]["logprobs"]["content"]
+    assert bytes(entry["bytes"]) == tokenizer.bytes_of(ids[0]) != "\ufffd".encode()
+    (top,) = entry["top_logprobs"]
+    assert top["token"] == bytes(top["bytes"]).decode(errors="replace")

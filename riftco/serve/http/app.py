@@ -19,6 +19,7 @@ from . import learning, messages, metrics, native, openai, responses
 from .auth import Keys
 from .errors import ApiError
 from .models import Body, ChatRequest, CompletionRequest
+from .readers import answered, streamed
 from .service import Service
 
 LARGEST = 32 << 20  # bytes of a request
@@ -133,22 +134,22 @@ def create_app(
     async def chat(body: ChatRequest, request: Request) -> EventSourceResponse | dict[str, Any]:
         ticket = openai.chat_ticket(service, body, caller_of(request, body))
         if body.stream:
-            return EventSourceResponse(openai.chat_stream(service, body, ticket))
-        return await openai.chat_answer(service, body, ticket)
+            return streamed(openai.chat_stream(service, body, ticket), ticket)
+        return await answered(request, openai.chat_answer(service, body, ticket))
 
     @app.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> EventSourceResponse | dict[str, Any]:
         ticket = openai.completion_ticket(service, body, caller_of(request, body))
         if body.stream:
-            return EventSourceResponse(openai.completion_stream(service, body, ticket))
-        return await openai.completion_answer(service, body, ticket)
+            return streamed(openai.completion_stream(service, body, ticket), ticket)
+        return await answered(request, openai.completion_answer(service, body, ticket))
 
     @app.post("/completion", response_model=None)
     async def completion(body: native.NativeRequest, request: Request) -> EventSourceResponse | dict[str, Any]:
         ticket = native.native_ticket(service, body, caller_of(request, body))
         if body.stream:
-            return EventSourceResponse(native.native_stream(service, body, ticket))
-        return await native.native_answer(service, body, ticket)
+            return streamed(native.native_stream(service, body, ticket), ticket)
+        return await answered(request, native.native_answer(service, body, ticket))
 
     @app.get("/metrics")
     async def totals() -> Response:
@@ -158,8 +159,8 @@ def create_app(
     async def anthropic(body: messages.MessagesRequest, request: Request) -> EventSourceResponse | dict[str, Any]:
         ticket = messages.messages_ticket(service, body, caller_of(request, body))
         if body.stream:
-            return EventSourceResponse(messages.messages_stream(service, body, ticket))
-        return await messages.messages_answer(service, body, ticket)
+            return streamed(messages.messages_stream(service, body, ticket), ticket)
+        return await answered(request, messages.messages_answer(service, body, ticket))
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: messages.CountRequest) -> dict[str, int]:
@@ -170,8 +171,8 @@ def create_app(
     async def respond(body: responses.ResponsesRequest, request: Request) -> EventSourceResponse | dict[str, Any]:
         ticket = responses.responses_ticket(service, body, caller_of(request, body))
         if body.stream:
-            return EventSourceResponse(responses.responses_stream(service, body, ticket))
-        return await responses.responses_answer(service, body, ticket)
+            return streamed(responses.responses_stream(service, body, ticket), ticket)
+        return await answered(request, responses.responses_answer(service, body, ticket))
 
     app.include_router(learning.routes(service, admin, train_dir))
     return app

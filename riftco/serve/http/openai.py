@@ -81,7 +81,7 @@ def chat_logprobs(service: Service, chosen: tuple[Chosen, ...]) -> dict[str, Any
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text = service.tokenizer.decode([token])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        return {"token": text, "logprob": logprob, "bytes": list(service.tokenizer.bytes_of(token))}
 
     content = [
         {**entry(c.token, c.logprob or 0.0), "top_logprobs": [entry(t, v) for t, v in c.top]} for c in chosen
