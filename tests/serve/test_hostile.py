@@ -154,7 +154,7 @@ def test_an_error_ends_its_turn_and_not_the_thread(where, monkeypatch):
     try:
         with monkeypatch.context() as patch:
             patch.setattr(where, lambda *_: (_ for _ in ()).throw(RuntimeError("injected")))
-            broken = made.submit(Request(PROMPTS[0], max_new_tokens=3))
+            broken = made.submit(Request(PROMPTS[0], max_new_tokens=3, sampling=Sampling(temperature=0.5)))
             while broken.finished is None:
                 broken.next(timeout=30)
         assert broken.finished.why == "error" and "injected" in broken.finished.error
