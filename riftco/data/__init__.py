@@ -1,6 +1,6 @@
 """Chat and token files to packed batches: reading, rendering, order, packing."""
 
-from .batch import IGNORE, Batch, pack
+from .batch import IGNORE, Batch, nothing, pack
 from .buckets import Buckets
 from .chat import Dataset, Example, Message, load_examples, parse_record, render
 from .errors import DataError
@@ -33,6 +33,7 @@ __all__ = [
     "best_fit",
     "load_examples",
     "load_tokens",
+    "nothing",
     "pack",
     "parse_record",
     "render",

@@ -121,3 +121,14 @@ def pack(examples: Sequence[Example], documents: Sequence[int] = ()) -> Batch:
         n_labelled=len(labelled),
         documents=tuple(documents),
     )
+
+
+def nothing() -> Batch:
+    """A batch of one token without a label: its loss and gradients are 0."""
+    return Batch(
+        input_ids=torch.zeros(1, dtype=torch.int64),
+        target=torch.full((1,), IGNORE),
+        geometry=Geometry.of([1]),
+        row_weight=None,
+        n_labelled=0,
+    )

@@ -14,6 +14,7 @@ from ..kernels.linear_cross_entropy.module import (
 )
 from ..kernels.lora_linear.module import LoRALinear, TiedLoRALinear, linear_group
 from ..kernels.nf4.module import NF4Linear
+from ..kernels.nf4.sharded import NF4ParameterLinear
 from ..kernels.rms_norm.module import RMSNorm
 from ..kernels.rope.module import RotaryEmbedding
 from ..kernels.swiglu.module import SwiGLU
@@ -34,6 +35,7 @@ __all__ = [
     "LoRALinear",
     "MultiheadAttention",
     "NF4Linear",
+    "NF4ParameterLinear",
     "RMSNorm",
     "RotaryEmbedding",
     "SwiGLU",

@@ -24,6 +24,24 @@ class TrainerPoisoned(RuntimeError):
     """
 
 
+class Verdict:
+    """How a process ends a part of a step; of several processes' codes the largest holds for all.
+
+    Attributes:
+        stop: somebody asks to stop.
+    """
+
+    FINE, STOP, PAST_BATCH, SAME_BATCH, POISONED = range(5)
+
+    def __init__(self) -> None:
+        self.stop = False
+
+    def code(self, failed: BaseException | None) -> int:
+        if isinstance(failed, StepAbandoned):
+            return self.PAST_BATCH if failed.past_batch else self.SAME_BATCH
+        return self.POISONED if failed is not None else self.STOP if self.stop else self.FINE
+
+
 class OutOfMemory(Exception):
     """A step that can be computed again in smaller micro-batches."""
 

@@ -17,16 +17,18 @@ import torch
 from torch import Tensor
 
 from .. import tpu
-from ..data import Batch, Buckets, RowPlan, Staging
+from ..data import Batch, Buckets, RowPlan, Staging, nothing
 from .chunked import walk_batch
 from .duty import DutyCycle
-from .failures import OutOfMemory, StepAbandoned, TrainerPoisoned, device_failed, diagnostic, out_of_memory
+from .failures import OutOfMemory, StepAbandoned, TrainerPoisoned, Verdict, device_failed, diagnostic, out_of_memory
 from .metrics import Progress, RunReport, TrainingMetric, peak_bytes
 from .offload import Offload
+from .ranks import PeerLost, Ranks
 from .schedule import Schedule
 from .state import Writes, flatten_optimizer, random_state, set_random_state, unflatten_optimizer
 from .step_graph import StepGraph
 
+NEWS = 5.0  # seconds that a failed collective waits to hear which process has ended
 MOST_STEPS = 2**24  # the optimizer counts its steps in float32
 
 _PROGRESS: contextvars.ContextVar[Progress | None] = contextvars.ContextVar("riftco_progress", default=None)
@@ -57,8 +59,8 @@ class Trainer:
             scale) of that update.
         source: micro-batches in their order.
         schedule: learning rates; its horizon ends the run.
-        accumulate: micro-batches of one optimizer step. The loss is normalised over the labelled tokens of the whole
-            step, so that any way of cutting a step into micro-batches gives the same update.
+        accumulate: micro-batches of one optimizer step, over all processes. The loss is normalised over the labelled
+            tokens of the whole step, so that any way of cutting a step into micro-batches gives the same update.
         device: where the model is.
         sinks: each is handed every metric.
         on_progress: called after each micro-batch; False asks to stop. A finished step stays, an unfinished one is
@@ -70,6 +72,11 @@ class Trainer:
             is one chunk's graph.
         step_graph: captures steps of a geometry that comes again; not together with `chunk` or `offload`.
         offload: keeps saved activations in host memory; not together with `chunk`.
+        ranks: the processes that share each step's micro-batches; every one draws all of them from a source of its own,
+            which must be the same, and computes its share. Losses and gradients are sums over all. A model that is cut
+            over the processes (train.sharding.Sharded) goes with none of `auto_micro_batch`, `chunk`, `step_graph` and
+            `offload`.
+        seed: of the dropout of processes beside the first.
 
     Attributes:
         step: completed optimizer steps.
@@ -96,7 +103,11 @@ class Trainer:
         chunk: int | None = None,
         step_graph: StepGraph | None = None,
         offload: Offload | None = None,
+        ranks: Ranks | None = None,
+        seed: int = 0,
     ):
+        self.ranks, self.seed = ranks or Ranks(), seed
+        self._sharded = getattr(model, "sharded", False)
         if accumulate < 1:
             raise ValueError(f"accumulate must be 1 or more; got {accumulate}")
         if chunk is not None and chunk < 1:
@@ -104,6 +115,13 @@ class Trainer:
         chosen = {"chunk": chunk, "step_graph": step_graph, "offload": offload}
         if len(given := [name for name, value in chosen.items() if value is not None]) > 1:
             raise ValueError(f"{' and '.join(given)} exclude each other; give one of them")
+        if self._sharded and (given := [n for n, v in {**chosen, "auto_micro_batch": auto_micro_batch}.items() if v]):
+            raise ValueError(f"{', '.join(given)}: not for weights that are cut over processes; leave it out")
+        if accumulate < self.ranks.world:
+            raise ValueError(
+                f"accumulate={accumulate} micro-batches a step leave some of {self.ranks.world} processes without one; "
+                f"give {self.ranks.world} or more"
+            )
         if schedule.steps > MOST_STEPS:
             raise OverflowError(f"a horizon of {schedule.steps} steps does not fit the optimizer's counter")
         self.model, self.optimizer, self.source, self.schedule = model, optimizer, source, schedule
@@ -118,6 +136,7 @@ class Trainer:
         self._buckets = Buckets.of(source) if self._on_tpu else None
         self.step, self.halvings = 0, 0
         self.abandoned: list[str] = []
+        self._parts: tuple[int, ...] = ()  # tokens of this process's micro-batches in the step that runs
         self._poison = ""
 
     def run(self, steps: int | None = None) -> RunReport:
@@ -152,27 +171,35 @@ class Trainer:
         started = time.perf_counter()
         data, random = self.source.state_dict(), random_state(self.device)
         self.optimizer.zero_grad(set_to_none=True)
+        self.ranks.draw(self.seed, self.step)
         committed = False
         try:
-            with self._guard(data, random):
+            with self._agreed(data, random), self._guard(data, random):
                 batches = [b for b in (self.source.next() for _ in range(self.accumulate)) if b is not None]
+            plan = RowPlan.of(batches, self.accumulate)
+            self.ranks.same("the step and its data", self.step, plan.labelled_tokens, plan.physical_tokens)
             if not batches:
                 return None, True
-            computed = self._compute(batches, data, random)
-            if computed is None:
+            mine = self.ranks.share(batches)
+            if self._sharded:  # gathering is everyone's: each process computes as often as the others
+                mine += [nothing()] * (self.ranks.most_of(batches) - len(mine))
+            with self._agreed(data, random, together=self._sharded) as verdict:
+                loss = self._compute(mine, plan, data, random)
+                verdict.stop = loss is None
+            if verdict.stop or loss is None:
                 self._stop()
                 self._restore(data, random)
                 return None, False
-            plan, loss = computed
             mean, norm, clip_scale = self._commit(loss, data, random)
             committed = True
-            metric = self._metric(plan, mean, norm, clip_scale, started, data)
+            goes_on = self._tell(len(self._parts))
+            peak, stops = self.ranks.largest(peak_bytes(self.device), not goes_on)
+            metric = self._metric(plan, mean, norm, clip_scale, started, data, int(peak))
             for sink in self.sinks:
                 sink(metric)
-            goes_on = self._tell(len(plan.physical), plan)
-            if not goes_on:
+            if stops:
                 self._stop()
-            return metric, goes_on
+            return metric, not stops
         except (StepAbandoned, TrainerPoisoned):
             self._drop_graph("a failed step")
             raise
@@ -185,21 +212,22 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
 
     def _compute(
-        self, batches: list[Batch], data: Mapping[str, Any], random: Mapping[str, Tensor]
-    ) -> tuple[RowPlan, Tensor] | None:
-        """Forward and backward of every micro-batch: the step's rows and mean loss; None where a stop was asked for."""
+        self, batches: list[Batch], plan: RowPlan, data: Mapping[str, Any], random: Mapping[str, Tensor]
+    ) -> Tensor | None:
+        """Forward and backward of this process's micro-batches: their share of the step's mean loss; None where a stop
+        was asked for."""
         while True:
             parts = halved(batches, self.halvings)
-            plan = RowPlan.of(parts, self.accumulate if not self.halvings else len(parts))
+            self._parts = tuple(part.physical_tokens for part in parts)
             smaller = self.auto_micro_batch and len(halved(parts, 1)) > len(parts)
             loss = torch.zeros((), device=self.device)
             try:
                 for i, part in enumerate(parts, 1):
-                    with self._guard(data, random, retry=smaller):
+                    with self._guard(data, random, retry=smaller, together=self._sharded):
                         loss += self._micro_batch(part, plan)
-                    if i < len(parts) and not self._tell(i, plan):
+                    if i < len(parts) and self._asks_to_stop(i):
                         return None
-                return plan, loss
+                return loss
             except OutOfMemory:
                 self.halvings += 1
             self._drop_graph("memory ran out")
@@ -257,18 +285,52 @@ class Trainer:
         return loss.detach().float()
 
     @contextlib.contextmanager
-    def _guard(self, data: Mapping[str, Any], random: Mapping[str, Tensor], *, retry: bool = False) -> Iterator[None]:
+    def _guard(
+        self, data: Mapping[str, Any], random: Mapping[str, Tensor], *, retry: bool = False, together: bool = False
+    ) -> Iterator[None]:
         """Before the commit: which class an error belongs to. A data error moves past its batch; running out of
-        memory comes back to it."""
+        memory comes back to it. Where processes compute `together`, one that fails leaves the others waiting: that ends
+        all."""
         try:
             yield
         except Exception as error:
-            if device_failed(error):
+            if lost := self.ranks.lost(NEWS if together else 0.0):  # it was waiting for a process that has ended
+                raise lost from error
+            if device_failed(error) or together:
                 raise self._poisoned(error, data) from error
             memory = out_of_memory(error)
             if memory and retry:
                 raise OutOfMemory from error
             raise self._abandoned(error, data if memory else self.source.state_dict(), random, memory) from error
+
+    @contextlib.contextmanager
+    def _agreed(self, data: Mapping[str, Any], random: Mapping[str, Tensor], *, together: bool = False):
+        """The processes end the block alike: what is worst for one of them holds for all."""
+        verdict, failed = Verdict(), None
+        try:
+            yield verdict
+        except (StepAbandoned, TrainerPoisoned) as error:
+            if together:  # the others wait inside the block
+                raise
+            failed = error
+        mine = verdict.code(failed)
+        worst, who, why = self.ranks.agree(mine, str(failed or ""))
+        if worst > mine:
+            failed = self._of_another(worst, f"process {who}: {why}", data, random)
+        verdict.stop = worst == Verdict.STOP
+        if failed is not None:
+            raise failed
+
+    def _of_another(self, code: int, why: str, data, random) -> StepAbandoned | TrainerPoisoned | None:
+        if code == Verdict.STOP:
+            return None
+        if code == Verdict.POISONED:
+            self._poison = why
+            return TrainerPoisoned(why)
+        past_batch = code == Verdict.PAST_BATCH  # all have drawn the same batches: they are behind them already
+        self._restore(self.source.state_dict() if past_batch else data, random)
+        self.abandoned.append(why)
+        return StepAbandoned(why, past_batch=past_batch)
 
     def _abandoned(self, error: Exception, data, random, memory: bool) -> StepAbandoned:
         self._restore(data, random)
@@ -291,11 +353,16 @@ class Trainer:
         try:
             # a dispatch mode cannot watch XLA's tensors: there every fault in the optimizer counts as one in writing
             writes.begun = self._on_tpu
+            self.ranks.sum_gradients([p for p in self._trained() if not hasattr(p, "placements")])
+            self.ranks.sum_(loss)
             with contextlib.nullcontext() if self._on_tpu else writes:
                 results = loss, *self.optimizer.step()
             mean, norm, clip_scale = tpu.read(*results) if self._on_tpu else map(float, results)
+        except PeerLost:
+            raise
         except BaseException as error:  # an interrupt inside the commit leaves parameters as doubtful as a fault
-            if isinstance(error, Exception) and out_of_memory(error) and not writes.begun:  # clipping, or its buffers
+            undone = not writes.begun and self.ranks.alone  # clipping, or its buffers; other processes may have written
+            if isinstance(error, Exception) and out_of_memory(error) and undone:
                 raise self._abandoned(error, data, random, memory=True) from error
             raise self._poisoned(error, data) from error
         if not math.isfinite(norm):
@@ -308,7 +375,10 @@ class Trainer:
         self.step += 1
         return mean, norm, clip_scale
 
-    def _metric(self, plan: RowPlan, loss, norm, clip_scale, started, data) -> TrainingMetric:
+    def _trained(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+    def _metric(self, plan: RowPlan, loss, norm, clip_scale, started, data, peak: int) -> TrainingMetric:
         physical = plan.physical_tokens
         return TrainingMetric(
             step=self.step,
@@ -319,15 +389,20 @@ class Trainer:
             tokens=plan.labelled_tokens,
             physical_tokens=physical,
             tokens_per_s=physical / max(time.perf_counter() - started, 1e-9),
-            peak_bytes=peak_bytes(self.device),
+            peak_bytes=peak,
             epoch=data.get("epoch", 0),
         )
 
-    def _tell(self, done: int, plan: RowPlan) -> bool:
+    def _asks_to_stop(self, done: int) -> bool:
+        """Whether somebody asks to stop behind a micro-batch that is not the last."""
+        stop = not self._tell(done)
+        return self.ranks.any(stop) if self._sharded else stop
+
+    def _tell(self, done: int) -> bool:
         """Report a finished micro-batch; False when the caller asks to stop."""
-        micro = len(plan.physical)
+        micro = len(self._parts)
         step = self.step if done == micro else self.step + 1
-        progress = Progress(step, self.schedule.steps, done, micro, plan.physical[done - 1])
+        progress = Progress(step, self.schedule.steps, done, micro, self._parts[done - 1])
         _PROGRESS.set(progress)
         return self.on_progress is None or self.on_progress(progress) is not False
 

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from .._arguments import flags, floating, given, whole
 from .._contract import write
-from . import op, quantized
+from . import op, quantized, sharded
 from .pages import Passage, Pool
+from .sharded import as_shard, is_shard, local, own_part
 
 THEIRS = ("amsgrad", "maximize", "differentiable", "foreach", "capturable", "fused")  # torch's options, not ours
 STATES = ("contiguous", "paged", "paged-8bit")
@@ -43,9 +44,15 @@ class Adam(torch.optim.Optimizer):
     A paged state_dict holds the moments whole, in host memory; an 8-bit one the codes by bitsandbytes' names (step,
     state1, state2, absmax1, absmax2). Each form loads any form.
 
+    Parameters may be DTensors cut over one mesh, as torch.distributed.fsdp.fully_shard leaves them: each process
+    updates what it holds, the norm and the decision to commit are those of all. Their moments are DTensors in the
+    state_dict, and whole ones load too. "paged-8bit" is refused: its blocks would depend on the number of processes.
+
     Raises:
         ValueError: options, parameters or gradients that do not fit, each named; sparse gradients.
     """
+
+    group: Any = None  # of processes that hold the parameters together, where they are DTensors
 
     def __init__(
         self,
@@ -91,8 +98,11 @@ class Adam(torch.optim.Optimizer):
                     raise ValueError(f"Adam: parameter {i} of the group must be floating; got {given(p)}")
                 if p.device.type == "xla" and self.form != "contiguous":
                     raise ValueError(f"Adam: state={self.form!r} has no kernel for xla; use state='contiguous'")
+                if is_shard(p) and self.form == "paged-8bit":
+                    raise ValueError("Adam: state='paged-8bit' cannot hold DTensors; use state='paged'")
+            self.group = sharded.group_of(p for g in self.param_groups for p in g["params"])
             every = {
-                f"parameter {i} of group {n}": p
+                f"parameter {i} of group {n}": local(p)
                 for n, g in enumerate(self.param_groups)
                 for i, p in enumerate(g["params"])
             }
@@ -122,7 +132,8 @@ class Adam(torch.optim.Optimizer):
         self._check(groups, grads[0].device)
         self._allocate([p for _, params in groups for p in params])
         hosted = self._fetch([p for _, params in groups for p in params])
-        norm, scale, committed = op.norm(grads, self.gradient_clip)
+        own = op.norm([local(g) for g in grads], self.gradient_clip)
+        norm, scale, committed = sharded.of_all(own, self.gradient_clip, self.group)
         updates = []  # (parameters of one kind of accumulation, what an update of them needs)
         for group, params in groups:
             for acc in dict.fromkeys(_accumulation(p) for p in params):
@@ -135,7 +146,8 @@ class Adam(torch.optim.Optimizer):
             count = [s["step"] for s in states]
             if self.form == "contiguous":
                 m, v = ([s[name] for s in states] for name in MOMENTS)
-                write(op.step, grads[0].device, params, [p.grad for p in params], m, v, count, *options)
+                here, gradients = [local(p) for p in params], [local(p.grad) for p in params]
+                write(op.step, grads[0].device, here, gradients, m, v, count, *options)
             else:
                 write(op.advance, grads[0].device, count, committed)
         if self.form != "contiguous":
@@ -160,24 +172,23 @@ class Adam(torch.optim.Optimizer):
         """The updates of all elements whose pages lie in these slabs."""
         low, high, page_size = starts[0], starts[-1] + pool.pages_in(slabs[-1]), self.page_size
         for params, options in updates:
-            states = [self.state[p] for p in params if self._pool(p) is pool]
-            some = [p for p in params if self._pool(p) is pool]
+            mine = [p for p in params if self._pool(p) is pool]
+            states, some = [self.state[p] for p in mine], [local(p) for p in mine]
+            grads = [local(p.grad) for p in mine]
             if low > 0 or high < pool.pages:  # only some of the pool's pages
                 ends = [s["page"] + -(-p.numel() // page_size) for s, p in zip(states, some)]
                 near = [s["page"] < high and end > low for s, end in zip(states, ends)]
-                states, some = list(compress(states, near)), list(compress(some, near))
+                states, some, grads = (list(compress(each, near)) for each in (states, some, grads))
             if some:
                 firsts, count = ([s[key] for s in states] for key in ("page", "step"))
-                op.paged_step(
-                    some, [p.grad for p in some], list(slabs), list(starts), firsts, self.page_size, count, *options
-                )
+                op.paged_step(some, grads, list(slabs), list(starts), firsts, self.page_size, count, *options)
 
     def _fetch(self, params: list[Tensor]) -> list[tuple[Pool, int]]:
         """(pool, slab) of what lies in host memory and is needed now; the first ones are on their way."""
         if not any(any(pool.hosted) for pool in self.pools.values()):
             return []
         needed = dict.fromkeys(
-            (self._pool(p), at) for p in params for at in self._pool(p).touched(self.state[p]["page"], p.numel())
+            (self._pool(p), at) for p in params for at in self._pool(p).touched(self.state[p]["page"], local(p).numel())
         )
         hosted = [(pool, at) for pool, at in needed if pool.hosted[at]]
         if hosted:
@@ -203,7 +214,7 @@ class Adam(torch.optim.Optimizer):
         fresh = [p for p in params if not self.state[p]]
         for p in fresh:
             # on XLA zeros that are made there would be part of the first step's graph, and no other's
-            like = torch.empty(p.shape) if p.device.type == "xla" else p
+            like = torch.empty(p.shape) if p.device.type == "xla" else local(p)
             self.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=like.device).to(p.device)
             if self.form == "contiguous":
                 for name in MOMENTS:
@@ -212,7 +223,7 @@ class Adam(torch.optim.Optimizer):
         if self.form != "contiguous":
             for pool in dict.fromkeys(self._pool(p) for p in fresh):
                 some = [p for p in fresh if self._pool(p) is pool]
-                for p, first in zip(some, pool.grow([p.numel() for p in some])):
+                for p, first in zip(some, pool.grow([local(p).numel() for p in some])):
                     self.state[p]["page"] = first
 
     def _check(self, groups, device) -> None:
@@ -229,18 +240,21 @@ class Adam(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         packed = super().state_dict()
+        numbers = {p: n for n, p in enumerate(chain.from_iterable(g["params"] for g in self.param_groups))}
         if self.form == "contiguous":
+            for p, state in self.state.items():
+                if is_shard(p):
+                    packed["state"][numbers[p]] = {k: as_shard(v, p) if k in MOMENTS else v for k, v in state.items()}
             return packed
         if self.passage is not None:
             self.passage.lanes.finish()
-        numbers = {p: n for n, p in enumerate(chain.from_iterable(g["params"] for g in self.param_groups))}
         for p, state in self.state.items():
-            pool = self._pool(p)
-            values = pool.read(state["page"], p.numel())
+            pool, shape = self._pool(p), local(p).shape
+            values = pool.read(state["page"], local(p).numel())
             if len(values) == len(CODED):
-                whole = dict(zip(CODED, (*(c.view(p.shape) for c in values[:2]), *values[2:])))
+                whole = dict(zip(CODED, (*(c.view(shape) for c in values[:2]), *values[2:])))
             else:
-                whole = dict(zip(MOMENTS, (m.view(p.shape) for m in values)))
+                whole = dict(zip(MOMENTS, (as_shard(m.view(shape), p) for m in values)))
             packed["state"][numbers[p]] = {"step": state["step"], **whole}
         return packed
 
@@ -311,18 +325,19 @@ class Adam(torch.optim.Optimizer):
         if coded and into_codes:
             values = [saved[name].reshape(-1) for name in CODED]
         else:
-            values = [saved[name].reshape(-1) for name in names]
+            values = [saved[name] for name in names]
             if coded:
                 scales = (saved[name] for name in CODED[2:])
-                values = [quantized.decoded(*x) for x in zip(values, scales, (True, False))]
+                values = [quantized.decoded(v.reshape(-1), *x) for v, *x in zip(values, scales, (True, False))]
+            values = [own_part(v, p).reshape(-1) for v in values]
             if into_codes:
                 codes, absmax = zip(*(quantized.encoded(x, s) for x, s in zip(values, (True, False))))
                 values = [*codes, *absmax]
         if self.form == "contiguous":
             for name, value in zip(MOMENTS, values):
-                state[name].copy_(value.view(p.shape))
+                state[name].copy_(value.view(state[name].shape))
         else:
-            self._pool(p).write(state["page"], p.numel(), values)
+            self._pool(p).write(state["page"], local(p).numel(), values)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.passage is not None:
