@@ -7,6 +7,8 @@ bytes of registers spilled a thread.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +20,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+
+from riftco.kernels import _check
 
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 TYPES = {
@@ -174,6 +178,23 @@ def frozen(dtype: torch.dtype) -> None:
             gguf.backward(torch.empty(M, N, dtype=dtype), packed, f.name, N, K)
 
 
+def cases_of(room: str, dtype: torch.dtype) -> list[tuple[JITFunction, dict, dict]]:
+    """What the conformance cases of `room` launch, each kernel once for every set of its compile-time arguments."""
+    cases = importlib.import_module(f"riftco.kernels.{room}.cases")
+    importlib.import_module(f"riftco.kernels.{room}.cuda")  # made for a GPU, before the interpreter is asked for
+    os.environ.update(TRITON_INTERPRET="1", RIFTCO_IMPL="triton")
+    with recorded() as calls:
+        for case in cases.CASES:
+            inputs = _check.to(_check.inputs_of(cases, case, dtype, 0, "cpu"), dtype, "cpu")
+            inputs = {k: t.requires_grad_() if k in cases.GRADS else t for k, t in inputs.items()}
+            sum(t.float().sum() for t in cases.call(inputs, case).values() if t.requires_grad).backward()
+    distinct = {}
+    for kernel, arguments, options in calls:
+        fixed = [arguments[p.name] for p in kernel.params if p.is_constexpr]
+        distinct.setdefault(repr((kernel.__name__, fixed, sorted(options.items()))), (kernel, arguments, options))
+    return list(distinct.values())
+
+
 def report(calls: list[tuple[JITFunction, dict, dict]], capability: int) -> None:
     for kernel, arguments, options in calls:
         shared, spilled = build(kernel, arguments, options, capability)
@@ -186,6 +207,9 @@ VARIANTS = (
 )  # fmt: skip
 
 if __name__ == "__main__":
+    if sys.argv[2] == "cases":
+        report(cases_of(sys.argv[3], getattr(torch, sys.argv[4])), int(sys.argv[1]))
+        sys.exit()
     if sys.argv[2] == "adam":
         with recorded() as calls:
             adam(getattr(torch, sys.argv[3]))

@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -263,6 +265,15 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     if dual and any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise NotImplementedError("riftco: kernels have no forward-mode derivative; ask for impl='spec'")
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+class Function(torch.autograd.Function):
+    """torch's, which asks `inspect` for the signature of `forward` in every call, with the answer kept."""
+
+    def __init_subclass__(cls, **named):
+        super().__init_subclass__(**named)
+        forward: Any = cls.forward
+        forward.__signature__ = inspect.signature(forward)
 
 
 def once_differentiable(backward: Callable) -> Callable:

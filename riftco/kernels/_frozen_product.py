@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ._arguments import check_impl, floating, given
-from ._contract import autocast, define, needs_grad, once_differentiable, same_device
+from ._contract import Function, autocast, define, needs_grad, once_differentiable, same_device
 from ._frozen_weight import FrozenWeight
 
 
@@ -61,7 +61,7 @@ def define_product(
         lambda d_y, *args: d_y.new_empty((*d_y.shape[:-1], args[count + k])),
     )
 
-    class FrozenProduct(torch.autograd.Function):
+    class FrozenProduct(Function):
         """The weight is frozen, so nothing but its bytes is needed again: x is never saved."""
 
         @staticmethod

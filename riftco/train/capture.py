@@ -72,6 +72,16 @@ class CudaCapture:
             return CudaGraphed(run, current, side, self._pool)
 
 
+def _end_drawing(device: torch.device) -> None:
+    """Give the default generator a state of its own again, whose numbers the caller sets.
+
+    Where ending a capture fails, PyTorch leaves the generator's state as one of that capture, and every later draw
+    outside of a graph is refused.
+    """
+    generator = torch.cuda.default_generators[device.index]
+    generator.graphsafe_set_state(torch.Generator(device).graphsafe_get_state())
+
+
 class CudaGraphed:
     """One torch.cuda.CUDAGraph."""
 
@@ -85,10 +95,12 @@ class CudaGraphed:
                 self.output = run()
         except Exception as error:
             if out_of_memory(_first(error)):
+                _end_drawing(current.device)
                 raise _first(error) from None
             why = diagnostic(_first(error))
         if why:
             torch.cuda.synchronize()  # raises where the device itself has failed
+            _end_drawing(current.device)
             raise CannotCapture(f"the step cannot be captured: {why}")
         self.pool_bytes = torch.cuda.memory_reserved() - before
 

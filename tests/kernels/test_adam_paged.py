@@ -289,11 +289,19 @@ def test_8bit_is_the_formula(device, decoupled, dtype):
             optimizer.step()
         if not decoupled:
             g = g + 0.1 * old
-        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
-        want = old * (1 - 0.001 if decoupled else 1)
-        want = want - 0.01 / (1 - 0.9**t) * m / (v.sqrt() / math.sqrt(1 - 0.999**t) + 1e-8)
+
+        def stepped(g, old=old, m=m, v=v, t=t):
+            m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+            update = 0.01 / (1 - 0.9**t) * m / (v.sqrt() / math.sqrt(1 - 0.999**t) + 1e-8)
+            return old * (1 - 0.001 if decoupled else 1) - update, m, v
+
+        want, m, v = stepped(g)
+        # where gradient and decay nearly cancel and v's code is 0, float32's rounding of their sum shows in the update
+        moved = 2**-22 * (p.grad.cpu().double().abs() + 0.1 * old.abs())
+        shown = torch.maximum(*((stepped(g + s * moved)[0] - want).abs() for s in (1, -1)))
         # rounded once, where the interpreter truncates bfloat16
-        torch.testing.assert_close(p.detach().cpu().double(), want, rtol=torch.finfo(dtype).eps, atol=1e-6)
+        allowed = torch.finfo(dtype).eps * want.abs() + 1e-6 + shown
+        assert bool(((p.detach().cpu().double() - want).abs() <= allowed).all())
         state = optimizer.state_dict()["state"][0]
         for x, name, scale, values in ((m, "state1", "absmax1", signed), (v, "state2", "absmax2", unsigned)):
             blocks = torch.nn.functional.pad(x, (0, -5000 % 256)).view(-1, 256)

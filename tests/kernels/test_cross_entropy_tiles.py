@@ -16,7 +16,7 @@ from riftco.kernels.cross_entropy.cuda.route import plan
 DEVICES = support.device_params(("cpu-triton", "cuda"))
 # V -> what plan gives for bfloat16 rows that lie at multiples of 16 bytes
 ROUTES = {
-    48: (1, 1, 8, 1), 16400: (16, 1, 8, 1), 40960: (32, 2, 8, 1), 65536: (32, 2, 8, 2), 70000: (32, 2, 8, 2),
+    48: (1, 1, 8, 1), 16400: (16, 1, 8, 1), 40960: (16, 2, 8, 1), 65536: (32, 2, 8, 2), 70000: (32, 2, 8, 2),
 }  # fmt: skip
 
 

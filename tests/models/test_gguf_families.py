@@ -1,7 +1,6 @@
 """GGUF files of every architecture: converted and packed weights against transformers over the same numbers, and
 against transformers' own reader."""
 
-import gguf
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +14,8 @@ from riftco.kernels.gguf_linear.cases import random_blocks
 from riftco.models import ModelError, generate_tokens, load_model
 from riftco.models.gguf import PACKED, TYPES, GGUFFile
 from riftco.nn import GGUFEmbedding, GGUFLinear, NF4Linear
+
+gguf = pytest.importorskip("gguf")
 
 IDS = torch.arange(80).view(2, 40) * 2 % 160
 

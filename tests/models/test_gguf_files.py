@@ -2,7 +2,6 @@
 
 import struct
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -12,6 +11,8 @@ from tiny_models import hf_model, write_gguf
 from riftco.models.digest import base_digest
 from riftco.models.errors import ModelError
 from riftco.models.gguf import TYPES, GGUFFile, hf_name
+
+gguf = pytest.importorskip("gguf")
 
 WRITABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 

@@ -32,7 +32,7 @@ class Tuning(NamedTuple):
 TUNING = (  # 16-bit elements
     Tuning(1024, 4, 4, 3, 4, 0),
     Tuning(2048, 4, 4, 3, 4, 0),
-    Tuning(4096, 4, 8, 3, 2, 0),
+    Tuning(4096, 4, 8, 1, 3, 0),
     Tuning(8192, 8, 16, 3, 1, 0),
     Tuning(WHOLE, 16, 32, 2, 1, 0),
 )

@@ -19,7 +19,7 @@ from . import quantized, spec
 from .layout import dense_in_memory, in_one_order
 
 BLOCK = 1024  # elements that a program of the update takes at once
-CHUNK = 4 * BLOCK  # elements that it walks
+CHUNK = 16 * BLOCK  # elements that it walks
 TILE = 8192  # elements whose norm a program takes, in registers
 PARTS = 4096  # partial norms that are summed at once
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}

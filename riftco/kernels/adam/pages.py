@@ -13,7 +13,7 @@ from torch import Tensor
 from . import quantized
 from .spec import pages_in, runs_of
 
-SLAB_BYTES = 8 << 20  # one allocation, and one transfer
+SLAB_BYTES = 32 << 20  # one allocation, and one transfer: smaller ones cost the host more time than the link
 BUFFERS = 3  # slabs in passage: one arriving, one being updated, one leaving
 
 

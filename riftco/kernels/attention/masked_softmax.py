@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._contract import define, needs_grad
+from .._contract import Function, define, needs_grad
 
 HERE = "riftco.kernels.attention.masked_softmax"
 
@@ -63,7 +63,7 @@ bwd = define(
 )
 
 
-class MaskedSoftmax(torch.autograd.Function):
+class MaskedSoftmax(Function):
     @staticmethod
     def forward(s, need_lse):
         return fwd(s, need_lse)
@@ -82,7 +82,7 @@ class MaskedSoftmax(torch.autograd.Function):
         return Gradient.apply(d_p, d_lse, p), None
 
 
-class Gradient(torch.autograd.Function):
+class Gradient(Function):
     """Its own gradient is composed of PyTorch's operations."""
 
     @staticmethod

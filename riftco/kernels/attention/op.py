@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._arguments import check_impl, flags, floating, given, indices, number, whole
-from .._contract import autocast, checks_enabled, define, needs_grad, once_differentiable, same_device
+from .._contract import Function, autocast, checks_enabled, define, needs_grad, once_differentiable, same_device
 from . import materialized, spec
 
 IMPLS = ("flash", "materialized", "spec")
@@ -75,7 +75,7 @@ bwd = define(
 )
 
 
-class Attention(torch.autograd.Function):
+class Attention(Function):
     """Saves q, k, v, out and lse (and the caller's own small tensors): scores are recomputed."""
 
     @staticmethod

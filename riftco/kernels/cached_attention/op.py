@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._arguments import check_impl, flags, floating, given, indices, number, whole
-from .._contract import autocast, define, needs_grad, once_differentiable, same_device
+from .._contract import Function, autocast, define, needs_grad, once_differentiable, same_device
 from . import spec
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ bwd = define(
 )
 
 
-class CachedAttention(torch.autograd.Function):
+class CachedAttention(Function):
     @staticmethod
     def forward(q, k, v, sinks, k_cache, v_cache, k_scale, v_scale, table, slots, positions, cu_q, cu_k, options):
         places = (k_cache, v_cache, k_scale, v_scale, table, slots, positions, cu_q, cu_k)

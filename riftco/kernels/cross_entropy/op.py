@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._arguments import flags
-from .._contract import checks_enabled, choose, define, needs_grad, once_differentiable
+from .._contract import Function, checks_enabled, choose, define, needs_grad, once_differentiable
 from . import spec
 from .checks import check, check_inplace, check_options, check_targets, class_weight_for
 
@@ -106,7 +106,7 @@ class Metrics(NamedTuple):
     accuracy: Tensor
 
 
-class RowLosses(torch.autograd.Function):
+class RowLosses(Function):
     """The rows' losses and lse; the gradient reads the logits again."""
 
     @staticmethod
@@ -128,7 +128,7 @@ class RowLosses(torch.autograd.Function):
         return bwd(d_loss, d_lse, *ctx.saved_tensors, *ctx.options), *(None,) * 6
 
 
-class SummedLoss(torch.autograd.Function):
+class SummedLoss(Function):
     """sum(loss) / over with its gradient made in the same pass, in a buffer that the first backward gives away.
 
     divisor: (over, its reciprocal), or None for the sum.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._arguments import floating, given, indices
-from .._contract import checks_enabled, needs_grad, once_differentiable, same_device
+from .._contract import Function, checks_enabled, needs_grad, once_differentiable, same_device
 from . import spec
 from .checks import check_options, check_reduction, check_row_weight
 from .op import bwd, fwd
@@ -26,7 +26,7 @@ def _log_probs(logits, ids, top, log_total, softcap: float, logit_scale: float) 
     return s * (u - top.unsqueeze(-1)) - log_total.unsqueeze(-1), u
 
 
-class TopK(torch.autograd.Function):
+class TopK(Function):
     @staticmethod
     def forward(logits, ids, weights, row, softcap, logit_scale):
         _, top, log_total, *_ = fwd(logits, row, None, None, *_plain(softcap, logit_scale), False)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .._arguments import check_impl, flags, floating, given, indices, number, whole
-from .._contract import checks_enabled, define, needs_grad, once_differentiable, same_device
+from .._contract import Function, checks_enabled, define, needs_grad, once_differentiable, same_device
 from . import spec
 
 HERE = "riftco.kernels.embedding"
@@ -72,7 +72,7 @@ scatter_bwd = define(
 )
 
 
-class Embedding(torch.autograd.Function):
+class Embedding(Function):
     @staticmethod
     def forward(weight, ids, padding_idx, by_frequency):
         return fwd(weight, ids)
@@ -91,7 +91,7 @@ class Embedding(torch.autograd.Function):
         return bwd(d_rows, ids.reshape(-1), ctx.rows, ctx.padding_idx, ctx.by_frequency), None, None, None
 
 
-class ScatterRows(torch.autograd.Function):
+class ScatterRows(Function):
     @staticmethod
     def forward(x, ids, rows):
         return scatter(x, ids, rows)

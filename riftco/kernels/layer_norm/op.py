@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._arguments import check_impl, floating, given, number
-from .._contract import define, needs_grad, once_differentiable, same_device
+from .._contract import Function, define, needs_grad, once_differentiable, same_device
 from .._recompute import saved
 from . import spec
 
@@ -55,7 +55,7 @@ bwd = define(
 )
 
 
-class LayerNorm(torch.autograd.Function):
+class LayerNorm(Function):
     @staticmethod
     def forward(x, residual, weight, bias, eps):
         return fwd(x, residual, weight, bias, eps)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .._arguments import flags
-from .._contract import checks_enabled, define, needs_grad, once_differentiable
+from .._contract import Function, checks_enabled, define, needs_grad, once_differentiable
 from .._frozen_weight import FrozenWeight
 from ..cross_entropy import op as cross_entropy
 from ..cross_entropy.checks import check_options, check_targets, class_weight_for
@@ -70,7 +70,7 @@ scale_ = define(
 )
 
 
-class SummedLoss(torch.autograd.Function):
+class SummedLoss(Function):
     """The sum of the losses times `factor`. Its gradients are taken in the forward: no logits are computed twice.
 
     The factor is part of those gradients, so that an upstream gradient of 1 leaves nothing to do; not in float16, where
@@ -121,7 +121,7 @@ class SummedLoss(torch.autograd.Function):
         return _returned(grads, ctx.dtypes, ctx.needs, 3)
 
 
-class RowLosses(torch.autograd.Function):
+class RowLosses(Function):
     """The losses of the rows; the gradient recomputes the logits, a slice at a time."""
 
     @staticmethod

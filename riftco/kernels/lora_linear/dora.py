@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._contract import autocast, define, needs_grad, once_differentiable
+from .._contract import Function, autocast, define, needs_grad, once_differentiable
 from .._frozen_product import bias_gradient
 from .._frozen_weight import FrozenWeight
 from . import rescale as spec
@@ -38,7 +38,7 @@ bwd = define(
 )
 
 
-class Rescaled(torch.autograd.Function):
+class Rescaled(Function):
     """z is kept, as PEFT keeps it: y would do where no gain is 0, at the price of digits where the bias is large."""
 
     @staticmethod

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._arguments import flags
-from .._contract import autocast, define, needs_grad, once_differentiable
+from .._contract import Function, autocast, define, needs_grad, once_differentiable
 from .._frozen_product import bias_gradient
 from .._frozen_weight import FrozenWeight
 from . import spec
@@ -58,7 +58,7 @@ bwd = define(
 )
 
 
-class LoRAGroup(torch.autograd.Function):
+class LoRAGroup(Function):
     """x is saved once for all members, beside the small x A^T; the dropout mask is drawn again in the backward."""
 
     @staticmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 STAGES = 2
-PROGRAMS = 128  # enough to fill a GPU: a reduction is cut into pieces until there are so many
+PROGRAMS = 1024  # a reduction is cut into pieces until there are so many: they are short, and wait for memory
 GRAD_PROGRAMS = 1024  # these are short and many: the partial sums they write are small beside what they read
 GRAD_SPLITS = 32  # most partial sums of a gradient over the rows
 SPLIT_COLUMNS = 256  # fewest features, and rows, worth a partial sum

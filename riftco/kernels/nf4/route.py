@@ -10,7 +10,7 @@ FEW_ROWS = 64  # up to so many rows of x a product decodes W itself
 SCRATCH_BYTES = 32 << 20  # of decoded weight, for the length of a call
 STEP = 64  # elements of a row of W, or rows of it, that "few" decodes at once
 PROGRAMS = 264  # two for each multiprocessor of a large GPU; a constant, so that every GPU adds in the same order
-LEAST_SPLITS, MOST_SPLITS = 4, 16
+LEAST_SPLITS, MOST_SPLITS = 8, 16
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,9 @@ class Tile:
 
 
 # One table for what a clock decides. "row" is one warp a program: its look-ups are shuffles inside a warp.
-ROW = Tile(16, 8, 1, 1)
-FORWARD = {16: Tile(16, 64, 4, 4), 32: Tile(32, 64, 4, 4), 64: Tile(64, 64, 4, 4)}
+ROW, ROW_LONG = Tile(16, 4, 1, 1), Tile(8, 8, 1, 1)
+LONG_ROW = 8192  # elements of a row of W from which ROW_LONG reads faster
+FORWARD = {16: Tile(16, 64, 4, 4), 32: Tile(32, 64, 4, 4), 64: Tile(64, 128, 4, 4)}
 BACKWARD = {16: Tile(16, 64, 4, 3), 32: Tile(32, 64, 4, 3), 64: Tile(64, 64, 4, 3)}
 GENERAL = {16: Tile(16, 32, 4, 2), 32: Tile(32, 32, 4, 2), 64: Tile(64, 32, 4, 2)}
 
@@ -61,7 +62,7 @@ def route(M: int, N: int, K: int, block_size: int, dtype: torch.dtype, *, backwa
     if refused or reduced == 0:
         return Route("general", refused or "nothing to sum", GENERAL[rows])
     if M == 1 and not backward:
-        return Route("row", f"one row of {dtype}", ROW)
+        return Route("row", f"one row of {dtype}", ROW_LONG if K >= LONG_ROW else ROW)
     if block_size % STEP:
         return Route("general", f"blocks of {block_size} end inside a step of {STEP}", GENERAL[rows])
     tile = (BACKWARD if backward else FORWARD)[rows]

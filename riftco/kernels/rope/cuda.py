@@ -35,10 +35,10 @@ def _turn_heads(
             tl.store(out_ptr + h * out_stride_h + first * out_stride_d, a * c - b * s, mask=mask)
             tl.store(out_ptr + h * out_stride_h + second * out_stride_d, b * c + a * s, mask=mask)
         if REST:
-            for column in range(2 * half, D, BLOCK):
-                d = (column + tl.arange(0, BLOCK).to(tl.int64))[None, :]
-                kept = tl.load(x_ptr + h * stride_h + d * stride_d, mask=(h < H) & (d < D), other=0.0)
-                tl.store(out_ptr + h * out_stride_h + d * out_stride_d, kept, mask=(h < H) & (d < D))
+            for start_d in range(2 * half, D, BLOCK):
+                rest = (start_d + tl.arange(0, BLOCK).to(tl.int64))[None, :]
+                kept = tl.load(x_ptr + h * stride_h + rest * stride_d, mask=(h < H) & (rest < D), other=0.0)
+                tl.store(out_ptr + h * out_stride_h + rest * out_stride_d, kept, mask=(h < H) & (rest < D))
 
 
 @triton.jit

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .._arguments import check_impl, flags, floating, given, indices
-from .._contract import checks_enabled, define, needs_grad, same_device, write
+from .._contract import Function, checks_enabled, define, needs_grad, same_device, write
 from .._overlap import lies_once, share_memory
 from . import spec
 
@@ -45,7 +45,7 @@ turn_inplace = define(
 )
 
 
-class Rope(torch.autograd.Function):
+class Rope(Function):
     @staticmethod
     def forward(cos, sin, positions, interleaved, transpose, *x):
         return tuple(turn(list(x), cos, sin, positions, interleaved, transpose))

@@ -8,7 +8,7 @@ from torch import Tensor
 from .._launch import as_rows, on
 from . import spec
 
-BLOCK_F = 1024
+BLOCK_F = 2048
 
 
 @triton.jit

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .._arguments import check_impl, floating, given
-from .._contract import define, needs_grad, once_differentiable, same_device
+from .._contract import Function, define, needs_grad, once_differentiable, same_device
 from .._recompute import saved
 from . import spec
 
@@ -49,7 +49,7 @@ bwd = define(
 )
 
 
-class GatedLinearUnit(torch.autograd.Function):
+class GatedLinearUnit(Function):
     @staticmethod
     def forward(gate, up, activation):
         return fwd(gate, up, activation)

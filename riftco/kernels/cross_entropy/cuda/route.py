@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 KEEP_FROM = 65536  # classes from which a second walk finds too little of the row in the L2 cache of an H200
 
+DEEP_FROM = 40000  # classes from which a thread has 32 bytes on their way at once
+
 
 class Plan(NamedTuple):
     """Tiles [T, R, E] of rows.py, and how many of them at the row's end stay in registers between the two walks."""
@@ -19,7 +21,7 @@ class Plan(NamedTuple):
 
 
 # classes up to which a row of 16-bit logits gets so many warps; measured on an H200, loss and gradient in one launch
-WARPS = ((256, 1), (2048, 2), (8192, 4), (16384, 8), (40000, 16))
+WARPS = ((256, 1), (2048, 2), (8192, 4), (16384, 8), (KEEP_FROM - 1, 16))
 
 
 def plan(V: int, itemsize: int, aligned: bool, metrics: bool, plain: bool) -> Plan:
@@ -27,15 +29,15 @@ def plan(V: int, itemsize: int, aligned: bool, metrics: bool, plain: bool) -> Pl
     z_loss, and V a multiple of 16.
 
     With 32 warps a row has a multiprocessor for itself: 16 bytes a thread at once do not cover the memory's latency
-    (16 KiB on their way, 25 wanted), 32 bytes do. 32K elements of a long row stay in registers where nothing else
-    needs those: less is left to L2, and the second walk has work while its first loads are on their way. Rows that
-    begin anywhere are read an element a lane, side by side: of 16 bytes a lane each element would be a load of its own
-    that touches 16 sectors.
+    (16 KiB on their way, 25 wanted), 32 bytes do; two rows of 16 warps want them too once they outgrow the L2 cache.
+    32K elements of a long row stay in registers where nothing else needs those: less is left to L2, and the second
+    walk has work while its first loads are on their way. Rows that begin anywhere are read an element a lane, side by
+    side: of 16 bytes a lane each element would be a load of its own that touches 16 sectors.
     """
     warps = next((w for most, w in WARPS if most >= V), 32)
     elements = 16 // itemsize
     if not aligned:
         return Plan(min(warps, 16), elements, 1, 1)
-    R = 2 if warps == 32 and not metrics else 1  # with metrics, registers would spill
+    R = 2 if V > DEEP_FROM and not metrics else 1  # with metrics, registers would spill
     keep = 2 if plain and not metrics and itemsize == 2 and KEEP_FROM <= V else 1
     return Plan(warps, R, elements, keep)

@@ -18,7 +18,7 @@ from .backward_wide import rows_gradient
 
 KEYS = 128
 ROWS = 64  # query rows of a step
-HEADS = 16  # query heads whose programs run side by side: their tiles share L2
+SIDE_BY_SIDE = 128  # tiles of keys at work at once: whole heads of them, which read the same rows of q from L2
 LOG2E = 1.4426950408889634
 FAR = 1 << 30  # a window that reaches over everything
 INTS = (
@@ -177,7 +177,7 @@ def _walk(
         (k, k_step), (v, v_step) = _as_packed(k), _as_packed(v)
     d = descriptors.describe
     width = descriptors.width(D)
-    heads = max(1, HEADS // (H // K))
+    heads = max(1, SIDE_BY_SIDE // n_tiles)
     backward_kernel[(min(n_tiles * B * K, _programs(q.device)),)](
         d(q, rows.M), d(k, KEYS), d(v, KEYS), d(d_out, rows.M), d(d_k if need_k else k, 64),
         d(d_v if need_v else v, 64), rows.descriptor(), rows.scratch, rows.counter, rows.top, table, cu_k, k_lens,

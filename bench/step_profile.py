@@ -1,0 +1,12 @@
+"""`python bench/step_profile.py`: riftco.bench.step_profile with its results kept here."""
+
+import pathlib
+import sys
+
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from riftco.bench.step_profile import main  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(main(folder=HERE / "results"))
