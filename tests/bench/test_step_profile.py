@@ -13,7 +13,7 @@ from riftco.bench import step_profile
         ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTN", "products"),
         ("_norm_bwd", "norms"),
         ("backward_kernel", "attention"),
-        ("_dequantize_stretch", "weights decoded"),
+        ("_groups", "weights decoded"),
         ("forward_rows", "loss"),
         ("void at::native::multi_tensor_apply_kernel", "optimizer"),
         ("Memcpy DtoD (Device -> Device)", "copies"),
