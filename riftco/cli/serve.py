@@ -33,6 +33,21 @@ def serve(
     admin_key: Annotated[
         str | None, Opt("--admin-key", envvar="RIFTCO_ADMIN_KEY", help="Asked of who learns, promotes or undoes.")
     ] = None,
+    slot_save_path: Annotated[
+        str | None, Opt("--slot-save-path", help="Folder that /slots/ID?action=save writes; without it nothing does.")
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        Opt("--cors-origin", help="A site whose pages may use this server; repeatable; * is all."),
+    ] = None,
+    ssl_keyfile: Annotated[str | None, Opt("--ssl-keyfile", help="TLS: the private key (PEM).")] = None,
+    ssl_certfile: Annotated[str | None, Opt("--ssl-certfile", help="TLS: the certificate chain (PEM).")] = None,
+    ssl_keyfile_password: Annotated[
+        str | None, Opt("--ssl-keyfile-password", envvar="RIFTCO_SSL_PASSWORD", help="TLS: the key's password.")
+    ] = None,
+    ssl_ca_certs: Annotated[
+        str | None, Opt("--ssl-ca-certs", help="TLS: callers must show a certificate that one of these signed.")
+    ] = None,
     insecure: Annotated[bool, Opt("--insecure", help="Listen to other machines without a key.")] = False,
     cuda_graphs: Annotated[
         bool, Opt("--cuda-graphs/--no-cuda-graphs", help="Record decode steps on a GPU; replies do not depend on it.")
@@ -45,10 +60,12 @@ def serve(
 
     Example: riftco serve --model model.gguf --train-dir mine
     """
-    from ..serve.http.run import serve_forever
+    from ..serve.http.run import serve_forever, tls_options
 
+    tls = tls_options(ssl_keyfile, ssl_certfile, ssl_keyfile_password, ssl_ca_certs)
     serve_forever(
         model, host=host, port=port, slots=slots, window=window, cache=cache, chunk=chunk, speculate=speculate,
         train_dir=train_dir, rank=rank, adapter=adapter, lr_max=lr_max, journal=journal, api_key=api_key,
         admin_key=admin_key, insecure=insecure, cuda_graphs=cuda_graphs, weights=weights, device=device,
+        slot_save_path=slot_save_path, cors_origins=cors_origin or (), tls=tls,
     )  # fmt: skip

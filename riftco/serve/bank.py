@@ -134,13 +134,19 @@ class AdapterBank:
             adapter.shadow = {name: nn.Parameter(t.to(torch.float32, copy=True)) for name, t in newest.items()}
         return adapter.shadow
 
+    def promotable(self, id: str) -> bool:
+        """Whether the shadow differs from what serves."""
+        adapter, newest = self.of(id), self.of(id).versions[-1]
+        shadow = adapter.shadow
+        return shadow is not None and any(not torch.equal(newest[n].to(p), p) for n, p in shadow.items())
+
     def promote(self, id: str) -> int:
         """Publish the shadow as the next version; its number."""
         adapter = self.of(id)
         if adapter.shadow is None:
             raise Refused(f"adapter {id!r} has learned nothing; there is nothing to promote")
         state = {name: p.detach().clone() for name, p in adapter.shadow.items()}
-        if digest(state) == adapter.digests[-1]:
+        if not self.promotable(id):
             raise Refused(f"adapter {id!r} has learned nothing since version {adapter.version}")
         self.publish(id, state)
         return adapter.version

@@ -18,6 +18,7 @@ from .learner import Learner, LearnOutcome, Lesson
 from .slots import Slot, State
 from .store import Store, tokens_sha256
 
+NO_SLOT = -1
 LOGGED = ("loss_before", "loss_after", "gradient_norm", "clip_scale", "n_labelled", "ms", "step")
 
 
@@ -206,6 +207,45 @@ class Engine:
             pupil.journal.extend(journal[len(pupil.journal) :])
             raise
         return step
+
+    def rollback(self, adapter: str, version: int) -> int:
+        """Serve an earlier version's weights again, as the next version; its number.
+
+        The shadow starts from them afresh (an undo gives back what it was). Of the newest version, only the shadow goes
+        back, and nothing new is published.
+        """
+        held, pupil = self.bank.of(adapter), self.learner.pupil(adapter)
+        if not 1 <= whole(version, "version") <= held.version:
+            raise Refused(f"adapter {adapter!r} has no version {version}; newest: {held.version}")
+        before, journal, newest = pupil.moment(), list(pupil.journal), held.version
+        try:
+            self.learner.start_from(adapter, held.versions[version - 1])
+            if held.digests[version - 1] != held.digests[-1]:
+                self.bank.publish(adapter, held.versions[version - 1])
+            self._record("rollback", adapter, {"to": version})
+        except BaseException:
+            if held.version > newest:
+                self.bank.withdraw(adapter)
+            pupil.go_back(before)
+            pupil.journal = type(pupil.journal)(journal)
+            raise
+        return held.version
+
+    def study(
+        self,
+        texts: Sequence[tuple[Tensor, Tensor, Tensor | None]],
+        *,
+        adapter: str,
+        lr: float,
+        note: Mapping[str, Any] | None = None,
+    ) -> LearnOutcome:
+        """One step on texts of their own (tokens, labels, weights or None), behind no slot's rows and beside no other
+        adapter; a refusal is an outcome."""
+        try:
+            lessons = [Lesson(NO_SLOT, 0, (), tokens, label, weight) for tokens, label, weight in texts]
+            return self._learn(lessons, adapter, lr, note)
+        except Refused as why:
+            return LearnOutcome(False, str(why), adapter=adapter)
 
     def learn(
         self,

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -180,9 +181,7 @@ class Learner:
             outcome = replace(outcome, digest=digest(pupil.shadow), step=pupil.step)
             if not dry_run:
                 self._guard(adapter)
-                pupil.journal.append(before)
-                while len(pupil.journal) > self.depth:
-                    pupil.journal.popleft()
+                self._remember(pupil, before)
             outcome = replace(outcome, ms=(time.perf_counter() - began) * 1e3)
             if commit is not None and not dry_run:
                 commit(outcome)
@@ -231,6 +230,18 @@ class Learner:
             to = pupil.journal.pop()
         pupil.go_back(to)
         return pupil.step
+
+    def start_from(self, adapter: str, weights: State) -> None:
+        """Make these the shadow, with moments at rest; one step of the journal leads back."""
+        pupil = self.pupil(adapter)
+        now = pupil.moment()
+        pupil.go_back(Moment(pupil.step, weights, {**now.optimizer, "values": {}}, {}))
+        self._remember(pupil, now)
+
+    def _remember(self, pupil: Pupil, before: Moment) -> None:
+        pupil.journal.append(before)
+        while len(pupil.journal) > self.depth:
+            pupil.journal.popleft()
 
     def pupil(self, adapter: str, lr: float = 1e-4) -> Pupil:
         """The adapter's shadow and its optimizer, made once."""
@@ -288,8 +299,7 @@ class Learner:
                     total += walk(
                         self.bank.model, ids[start:end], label[start:end], chunk=self.chunk,
                         row_weight=None if weight is None else weight[start:end], denominator=labelled,
-                        cache=self.cache if lesson.prefix else None, slot=lesson.slot, prefix=lesson.prefix,
-                        before=before, recompute=self.recompute,
+                        before=before, recompute=self.recompute, **self._behind(lesson),
                     ).loss  # fmt: skip
         return float(total)
 
@@ -299,8 +309,11 @@ class Learner:
         if not last:
             return None
         with self.bank.serving(lesson.key):
-            where = {"cache": self.cache if lesson.prefix else None, "slot": lesson.slot, "prefix": lesson.prefix}
-            return rows_of(self.bank.model, ids[:last], chunk=self.chunk, **where)  # type: ignore[arg-type]
+            return rows_of(self.bank.model, ids[:last], chunk=self.chunk, **self._behind(lesson))
+
+    def _behind(self, lesson: Lesson) -> dict[str, Any]:
+        """Where a lesson's rows go on from; one behind nothing is of no slot."""
+        return {"cache": self.cache, "slot": lesson.slot, "prefix": lesson.prefix} if lesson.prefix else {}
 
     @torch.no_grad()
     def _loss(self, lessons: Sequence[Lesson], adapter: str, labelled: int) -> float:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -102,6 +103,7 @@ class Scheduler:
         self.engine, self.limit, self.speculate, self.clock = engine, queue, speculate, clock
         self.waiting: deque[Ticket] = deque()
         self.turns: dict[int, Turn] = {}
+        self.tasks: deque[tuple[int, Callable[[], Any], Future]] = deque()
         self.totals = Totals()
         self.duty = DutyCycle(duty, busy=self._busy, stopped=lambda: self._stopping, clock=clock)
         self.lock = threading.RLock()  # held for an iteration: between two of them others may use the engine
@@ -127,6 +129,20 @@ class Scheduler:
             self.waiting.append(ticket)
             self._work.notify()
             return ticket
+
+    def between_turns(self, slot: int, task: Callable[[], Any]) -> Future:
+        """Run something on a slot once its turn has ended, before another begins; the future has its result.
+
+        Raises:
+            Refused: there is no such slot, or this is closed.
+        """
+        with self._work:
+            if self._stopping:
+                raise Refused("the scheduler is closed")
+            result: Future = Future()
+            self.tasks.append((self.engine.slot(slot).id, task, result))
+            self._work.notify()
+            return result
 
     def check(self, request: Request) -> Request:
         """The request, with copies of what its sender may change; Refused where it can never run as it stands."""
@@ -166,6 +182,7 @@ class Scheduler:
         """One iteration; False when there was nothing to do."""
         with self.lock:
             self._drop_cancelled()
+            self._do_tasks()
             self._admit()
             self._finish()
             batch, turns = self._batch()
@@ -188,7 +205,7 @@ class Scheduler:
 
     def run(self) -> None:
         """Iterate until there is nothing left to do."""
-        while self.step() or self.waiting:
+        while self.step() or self.waiting or self.tasks:
             pass
 
     def start(self) -> None:
@@ -208,13 +225,16 @@ class Scheduler:
             for ticket in [*self.waiting, *(turn.ticket for turn in self.turns.values())]:
                 ticket.cancel()
             self._drop_cancelled()
+            for _, _, result in self.tasks:
+                result.cancel()
+            self.tasks.clear()
 
     def _loop(self) -> None:
         while True:
             with self._work:
                 if self._stopping:
                     return
-                if not self.waiting and not self.turns:
+                if not self.waiting and not self.turns and not self.tasks:
                     self._work.wait()
                     continue
             try:
@@ -237,6 +257,20 @@ class Scheduler:
             if turn.why is not None:  # its lesson was what waited
                 self.duty.drop()
             self._end(turn, Finished("cancelled", turn.slot.id, turn.cached, len(turn.prompt)))
+
+    def _do_tasks(self) -> None:
+        """Run the tasks whose slot is between two turns, in the order that they came."""
+        for entry in list(self.tasks):
+            slot, task, result = entry
+            if slot in self.turns:
+                continue
+            self.tasks.remove(entry)
+            if not result.set_running_or_notify_cancel():
+                continue
+            try:
+                result.set_result(task())
+            except Exception as why:  # whoever asked for it is told
+                result.set_exception(why)
 
     def _admit(self) -> None:
         """Give waiting requests the idle slots, as they came; who waits for a slot of its own lets others by."""
@@ -430,6 +464,11 @@ class Scheduler:
             self.totals.refused += not outcome.success
             return outcome
 
+    def worked(self, seconds: float) -> None:
+        """Somebody has learned for so long: the duty cycle owes it."""
+        self.duty.worked(seconds)
+        self.totals.learn_seconds += seconds
+
     def _learn(self, slot, prompt, reply, adapter, lr, note, options) -> LearnOutcome:
         began = self.clock()
         try:
@@ -446,9 +485,7 @@ class Scheduler:
             return LearnOutcome(False, str(why), adapter=adapter)
         tokens = [prompt[-1], *reply[:-1]]
         outcome = self.engine.learn(slot, n, tokens, reply, adapter=adapter, lr=lr, note=note, **options)
-        took = self.clock() - began
-        self.duty.worked(took)
-        self.totals.learn_seconds += took
+        self.worked(self.clock() - began)
         return outcome
 
     def _end(self, turn: Turn, finished: Finished) -> None:

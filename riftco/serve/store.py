@@ -22,7 +22,7 @@ import shutil
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -147,7 +147,7 @@ class Store:
         """Publish an event of adapter `id` as memory holds it now, then its line of the log.
 
         Args:
-            kind: "create", "learn", "undo" or "promote".
+            kind: "create", "learn", "undo", "promote" or "rollback".
             line: what the log says beside time, kind, adapter, event, version and digest.
         """
         adapter, pupil, where = bank.of(id), learner.pupil(id), self._of(id)
@@ -192,9 +192,10 @@ class Store:
                     log.error("%s: %s; it stays for now", folder, why)
 
     def _journal(self, kind: str, id: str, depth: int) -> list[int]:
-        """The events behind the in-memory journal's moments: a learn adds the one before it, an undo takes some off."""
+        """The events behind the in-memory journal's moments: what changes the shadow adds the one before it, an undo
+        takes some off."""
         known = self.journals.get(id, [])
-        if kind == "learn":
+        if kind in ("learn", "rollback"):
             known = [*known, self.events[id]]
             return known[len(known) - depth :]
         return known[:depth]
@@ -249,10 +250,25 @@ class Audit:
         if not any(r["adapter"] == record["adapter"] and r["event"] == record["event"] for r in self.lines()):
             self.append(record)
 
+    def newest(self, n: int) -> list[dict[str, Any]]:
+        """The last n lines, without reading those before them."""
+        if not self.path.exists():
+            return []
+        with open(self.path, "rb") as log:
+            at, tail = log.seek(0, os.SEEK_END), b""
+            while at and tail.count(b"\n") <= n:
+                step = min(at, 1 << 16)
+                at = log.seek(at - step)
+                tail = log.read(step) + tail
+        whole = tail.split(b"\n")[:-1]  # what follows the last line's end is not written yet
+        return self._parsed(line.decode() for line in whole[-n:])
+
     def lines(self) -> list[dict[str, Any]]:
-        found = self.path.read_text().splitlines() if self.path.exists() else []
+        return self._parsed(self.path.read_text().splitlines() if self.path.exists() else [])
+
+    def _parsed(self, lines: Iterable[str]) -> list[dict[str, Any]]:
         try:
-            return [json.loads(line) for line in found]
+            return [json.loads(line) for line in lines]
         except ValueError as why:
             raise CheckpointError(f"{self.path} is damaged ({why}); put it back from a copy, or move it away") from None
 

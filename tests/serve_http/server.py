@@ -16,22 +16,22 @@ from riftco.serve.http import Service, create_app
 WINDOW = 160
 
 
-def service(tokenizer, folder=None, slots=2, **options):
+def service(tokenizer, folder=None, slots=2, cache_dtype="float32", head=16, **options):
     torch.manual_seed(3)
-    config = DecoderConfig("llama", tokenizer.vocabulary_size, 32, 64, 2, 2, 1, 16, WINDOW, Rope(16, 1e4))
+    config = DecoderConfig("llama", tokenizer.vocabulary_size, 32, 64, 2, 2, 1, head, WINDOW, Rope(head, 1e4))
     store = None if folder is None else Store(folder, "digest")
-    engine = Engine(Decoder(config), slots=slots, window=WINDOW, cache_dtype="float32", store=store)
+    engine = Engine(Decoder(config), slots=slots, window=WINDOW, cache_dtype=cache_dtype, store=store)
     if "live" not in engine.bank.adapters:
         engine.create("live", LoraSpec(rank=2, alpha=4), seed=1)
     return Service(engine, tokenizer, name="tiny", learns=folder is not None, **options)
 
 
 @contextlib.contextmanager
-def served(made, **options):
-    """The address of a running server."""
+def served(made, config=None, **options):
+    """The address of a running server; `config` is more of uvicorn's."""
     app = create_app(made, **options)
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on"))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on", **(config or {})))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     try:

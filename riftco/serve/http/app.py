@@ -4,120 +4,87 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from pydantic import Field
 from sse_starlette import EventSourceResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from ... import __version__
-from . import learning, messages, metrics, native, openai, responses
+from ..jobs import Jobs
+from ..saved_slots import SlotFiles
+from . import learning, messages, metrics, native, openai, responses, state, text, training
 from .auth import Keys
-from .errors import ApiError
-from .models import Body, ChatRequest, CompletionRequest
+from .errors import ApiError, answer
+from .guard import Guard
+from .models import ChatRequest, CompletionRequest
 from .readers import answered, streamed
 from .service import Service
 
 LARGEST = 32 << 20  # bytes of a request
 
 
-class Tokenize(Body):
-    content: str
-    add_special: bool = False
-
-
-class Detokenize(Body):
-    tokens: list[int]
-
-
-class Template(Body):
-    messages: list[dict[str, Any]]
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-
-
 def create_app(
-    service: Service, *, keys: Keys | None = None, train_dir: pathlib.Path | None = None, largest: int = LARGEST
+    service: Service,
+    *,
+    keys: Keys | None = None,
+    train_dir: pathlib.Path | None = None,
+    slot_files: SlotFiles | None = None,
+    largest: int = LARGEST,
+    hosts: Collection[str] | None = None,
+    origins: Collection[str] = (),
 ) -> FastAPI:
-    """The HTTP application over a service, whose scheduler runs while the application does."""
+    """The HTTP application over a service, whose scheduler runs while the application does.
+
+    Args:
+        train_dir: its folder `incoming` has the adapters and files that requests may name.
+        slot_files: where slots are saved; None: they are not.
+        largest, hosts, origins: of the Guard; pages of `origins` may also read the answers (CORS).
+    """
     allowed = keys or Keys()
+    jobs = Jobs(service.scheduler)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         service.scheduler.start()
         yield
+        jobs.close()
         service.scheduler.close()
 
     app = FastAPI(title="riftco", version=__version__, lifespan=lifespan)
-
-    def fail(request: Request, why: ApiError) -> JSONResponse:
-        anthropic = request.url.path.startswith("/v1/messages")
-        body = why.anthropic() if anthropic else why.openai()
-        return JSONResponse(body, why.status, headers=why.headers)
-
-    @app.middleware("http")
-    async def guard(request: Request, call_next) -> Response:
-        try:
-            request.state.caller = allowed.caller(request, admin=False)
-            if int(request.headers.get("content-length") or 0) > largest:
-                raise ApiError(413, f"a request has at most {largest} bytes")
-        except ApiError as why:
-            return fail(request, why)
-        return await call_next(request)
+    app.add_middleware(Guard, keys=allowed, largest=largest, hosts=hosts, origins=origins)
+    if origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"],
+            expose_headers=["x-should-retry"],
+        )  # fmt: skip
 
     @app.exception_handler(ApiError)
     async def on_error(request: Request, why: ApiError) -> JSONResponse:
-        return fail(request, why)
+        return answer(request, why)
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(request: Request, why: RequestValidationError) -> JSONResponse:
         first = why.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if part != "body")
-        return fail(request, ApiError(400, f"{where or 'body'}: {first['msg']}", param=where or None))
+        return answer(request, ApiError(400, f"{where or 'body'}: {first['msg']}", param=where or None))
 
     @app.exception_handler(HTTPException)
     async def on_http(request: Request, why: HTTPException) -> JSONResponse:
-        return fail(request, ApiError(why.status_code, f"{why.detail}: {request.method} {request.url.path}"))
+        return answer(request, ApiError(why.status_code, f"{why.detail}: {request.method} {request.url.path}"))
+
+    @app.exception_handler(Exception)
+    async def on_bug(request: Request, why: Exception) -> JSONResponse:
+        """The log has the traceback; a step may have been made."""
+        return answer(request, ApiError(500, f"the server failed: {type(why).__name__}"))
 
     @app.get("/health")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
-
-    @app.get("/props")
-    async def props() -> dict[str, Any]:
-        engine = service.engine
-        return {
-            "model": service.name, "version": __version__, "total_slots": len(engine.slots), "n_ctx": engine.window,
-            "cache_dtype": engine.cache.dtype, "learns": service.learns, "adapters": service.adapter_cards(),
-        }  # fmt: skip
-
-    @app.get("/slots")
-    async def slots() -> list[dict[str, Any]]:
-        return [
-            {"id": s.id, "state": s.state.value, "n_tokens": len(s.tokens),
-             "lora": [{"id": u.id, "version": u.version, "scale": u.scale} for u in s.key]}
-            for s in service.engine.slots
-        ]  # fmt: skip
-
-    @app.post("/tokenize")
-    async def tokenize(body: Tokenize) -> dict[str, Any]:
-        return {"tokens": service.tokenizer.encode(body.content, add_special_tokens=body.add_special)}
-
-    @app.post("/detokenize")
-    async def detokenize(body: Detokenize) -> dict[str, Any]:
-        vocab = service.engine.model.config.vocab_size
-        bad = [t for t in body.tokens if not 0 <= t < vocab]
-        if bad:
-            raise ApiError(400, f"token {bad[0]} is outside the vocabulary of {vocab}", param="tokens")
-        return {"content": service.tokenizer.decode(body.tokens)}
-
-    @app.post("/apply-template")
-    async def apply_template(body: Template) -> dict[str, Any]:
-        prompt = service.prompt_of(body.messages, body.chat_template_kwargs)
-        return {"prompt": service.tokenizer.decode(prompt), "tokens": prompt}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -174,5 +141,8 @@ def create_app(
             return streamed(responses.responses_stream(service, body, ticket), ticket)
         return await answered(request, responses.responses_answer(service, body, ticket))
 
+    app.include_router(text.routes(service))
+    app.include_router(state.routes(service, admin, slot_files))
     app.include_router(learning.routes(service, admin, train_dir))
+    app.include_router(training.routes(service, jobs, admin, train_dir))
     return app

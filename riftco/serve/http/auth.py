@@ -11,6 +11,7 @@ from starlette.requests import Request
 from .errors import ApiError
 
 OPEN = ("/health",)
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Keys:
 
 def check_bind(host: str, keys: Keys, insecure: bool) -> None:
     """Refuse to listen to other machines without keys."""
-    if host not in ("127.0.0.1", "localhost", "::1") and not (keys.api or keys.admin) and not insecure:
+    if host not in LOOPBACK and not (keys.api or keys.admin) and not insecure:
         raise ValueError(
             f"--host {host} lets other machines in, and there is no key: give --api-key and --admin-key (or --insecure)"
         )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
 OPENAI = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "invalid_request_error", 422: "invalid_request_error", 429: "rate_limit_error", 500: "server_error",
@@ -49,4 +52,11 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        return {} if self.retry else {"x-should-retry": "false"}
+        asks = {"www-authenticate": "Bearer"} if self.status == 401 else {}
+        return asks if self.retry else {**asks, "x-should-retry": "false"}
+
+
+def answer(request: Request, why: ApiError) -> JSONResponse:
+    """An error as the clients of this path read it."""
+    body = why.anthropic() if request.url.path.startswith("/v1/messages") else why.openai()
+    return JSONResponse(body, why.status, headers=why.headers)

@@ -1,24 +1,23 @@
-"""Routes that change what the model knows: learn, undo, promote, load; and the slots' rows on disk."""
+"""Routes that change what the model knows: learn, undo, promote, roll back, load, and which adapters serve."""
 
 from __future__ import annotations
 
 import asyncio
 import pathlib
-import re
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from pydantic import ConfigDict, Field
 
-from ...adapters.peft_config import read_spec
+from ...adapters.peft_config import CONFIG, read_spec
 from ...adapters.peft_files import PREFIX, WEIGHTS
 from ..batch import Refused
 from ..conversation import reply_tokens
+from ..saved_slots import file_in
+from ..store import PERSONAL
 from .errors import ApiError
-from .models import Body, LearnOptions
+from .models import Body, LearnOptions, LoraUse
 from .service import Service, outcome_json
-
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class LearnRequest(LearnOptions):
@@ -37,16 +36,13 @@ class UndoRequest(Body):
     n: int = Field(default=1, ge=1)
 
 
+class RollbackRequest(Body):
+    version: int = Field(ge=1)
+
+
 class LoadRequest(Body):
     id: str
     path: str
-
-
-def file_in(folder: pathlib.Path, name: str) -> pathlib.Path:
-    """A file or folder of a request inside `folder`; anything that could lead out of it is refused."""
-    if not NAME.fullmatch(name):
-        raise ApiError(400, f"a name has letters, digits, '.', '_' and '-'; got {name!r}", param="path")
-    return folder / name
 
 
 def routes(service: Service, admin, folder: pathlib.Path | None) -> APIRouter:
@@ -81,13 +77,50 @@ def routes(service: Service, admin, folder: pathlib.Path | None) -> APIRouter:
         version = await asyncio.to_thread(service.change, lambda: service.engine.promote(id))
         return {"lora_id": id, "version": version, "digest": service.engine.bank.of(id).digests[-1]}
 
+    @router.post("/adapters/{id}/rollback")
+    async def rollback(id: str, body: RollbackRequest, request: Request) -> dict[str, Any]:
+        admin(request)
+        service.needs_learning()
+        version = await asyncio.to_thread(service.change, lambda: service.engine.rollback(id, body.version))
+        return {"lora_id": id, "version": version, "digest": service.engine.bank.of(id).digests[-1]}
+
+    @router.get("/learn/log")
+    async def newest(request: Request, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> dict[str, Any]:
+        """The log's last lines, without what could be traced to a text."""
+        admin(request)
+        service.needs_learning()
+        store = service.engine.store
+        lines = [] if store is None else await asyncio.to_thread(store.audit.newest, limit)
+        return {"data": [{k: v for k, v in line.items() if k not in PERSONAL} for line in lines]}
+
+    @router.get("/lora-adapters")
+    async def scales() -> list[dict[str, Any]]:
+        lasting = service.engine.store is not None
+        return [
+            {"id": card["id"], "path": f"adapters/{card['id']}/versions/{card['version']}" if lasting else "",
+             "scale": card["scale"], "version": card["version"], "digest": card["digest"]}
+            for card in service.adapter_cards()
+        ]  # fmt: skip
+
+    @router.post("/lora-adapters")
+    async def set_scales(body: list[LoraUse], request: Request) -> dict[str, bool]:
+        """Which adapters serve a request that names none; those that are left out do not."""
+        admin(request)
+        scales = {use.id: use.scale for use in body}
+        await asyncio.to_thread(service.change, lambda: service.engine.bank.ready(service.engine.bank.set_of(scales)))
+        service.scales = {id: scale for id, scale in scales.items() if scale}
+        return {"success": True}
+
     @router.post("/adapters/load")
     async def load(body: LoadRequest, request: Request) -> dict[str, Any]:
         admin(request)
         service.needs_learning()
         if folder is None:
             raise ApiError(404, "this server loads no adapters: start it with --train-dir")
-        where = file_in(folder / "incoming", body.path)
+        try:
+            where = file_in(folder / "incoming", body.path)
+        except Refused as why:
+            raise ApiError(400, str(why), param="path") from None
 
         def load_it() -> None:
             from safetensors.torch import load_file
@@ -95,7 +128,8 @@ def routes(service: Service, admin, folder: pathlib.Path | None) -> APIRouter:
             state = {k.removeprefix(PREFIX): t for k, t in load_file(where / WEIGHTS).items()}
             service.engine.create(body.id, read_spec(where), state=state)
 
-        if not (where / WEIGHTS).is_file():
+        links = any(part.is_symlink() for part in (where, where / WEIGHTS, where / CONFIG))
+        if links or not (where / WEIGHTS).is_file():
             raise ApiError(404, f"no adapter folder {body.path!r} in the server's incoming folder")
         await asyncio.to_thread(service.change, load_it)
         return {"data": service.adapter_cards()}

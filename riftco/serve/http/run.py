@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pathlib
+import ssl
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import uvicorn
 
@@ -10,9 +13,10 @@ from ...adapters import LoraSpec
 from ...models import base_digest
 from ...train.use import load
 from ..engine import Engine
+from ..saved_slots import SlotFiles
 from ..store import Store
 from .app import create_app
-from .auth import Keys, check_bind
+from .auth import LOOPBACK, Keys, check_bind
 from .service import Service
 
 
@@ -20,12 +24,17 @@ def serve_forever(
     model: str, *, host: str, port: int, slots: int, window: int | None, cache: str, chunk: int, speculate: int,
     train_dir: str | None, rank: int, adapter: str, lr_max: float, journal: int, api_key: str | None,
     admin_key: str | None, insecure: bool, cuda_graphs: bool, weights: str, device: str,
+    slot_save_path: str | None = None, cors_origins: Sequence[str] = (), tls: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
-    """Until SIGINT or SIGTERM: what is being answered ends first, then what was learned is on disk already."""
+    """Until SIGINT or SIGTERM: what is being answered ends first, then what was learned is on disk already.
+
+    `tls` is uvicorn's (ssl_keyfile, ssl_certfile, ...).
+    """
     keys = Keys(api_key, admin_key)
     check_bind(host, keys, insecure)
     loaded = load(model, weights=weights, device=device)
-    store = None if train_dir is None else Store(train_dir, base_digest(model), model)
+    digest = base_digest(model) if train_dir or slot_save_path else ""
+    store = None if train_dir is None else Store(train_dir, digest, model)
     engine = Engine(
         loaded.model, slots=slots, window=window, cache_dtype=cache, chunk=chunk, store=store, journal=journal,
         lr_range=(1e-7, lr_max), cuda_graphs=cuda_graphs,
@@ -34,5 +43,30 @@ def serve_forever(
         engine.create(adapter, LoraSpec(rank=rank, alpha=2.0 * rank))
     name = pathlib.Path(model).stem if model.endswith(".gguf") else pathlib.Path(model).name
     service = Service(engine, loaded.tokenizer, name=name, learns=store is not None, speculate=speculate)
-    app = create_app(service, keys=keys, train_dir=None if train_dir is None else pathlib.Path(train_dir))
-    uvicorn.run(app, host=host, port=port, log_level="info", timeout_graceful_shutdown=10)
+    known = bool(api_key or admin_key) or insecure
+    app = create_app(
+        service, keys=keys, train_dir=None if train_dir is None else pathlib.Path(train_dir),
+        slot_files=None if slot_save_path is None else SlotFiles(slot_save_path, digest),
+        hosts=None if known else LOOPBACK, origins=cors_origins,
+    )  # fmt: skip
+    uvicorn.run(app, host=host, port=port, log_level="info", timeout_graceful_shutdown=10, **(tls or {}))
+
+
+def tls_options(
+    keyfile: str | None, certfile: str | None, password: str | None = None, ca_certs: str | None = None
+) -> dict[str, Any]:
+    """uvicorn's options for TLS; none of them: plain HTTP.
+
+    Raises:
+        ValueError: a key without a certificate, or the other way round.
+        FileNotFoundError: one of the files is not there.
+    """
+    if not certfile and (keyfile or password or ca_certs):
+        raise ValueError("TLS needs --ssl-certfile, and --ssl-keyfile where the key is not in the same file")
+    if not certfile:
+        return {}
+    for file in (keyfile, certfile, ca_certs):
+        if file is not None and not pathlib.Path(file).is_file():
+            raise FileNotFoundError(f"{file}: no such file")
+    required = {"ssl_ca_certs": ca_certs, "ssl_cert_reqs": ssl.CERT_REQUIRED} if ca_certs else {}
+    return {"ssl_keyfile": keyfile, "ssl_certfile": certfile, "ssl_keyfile_password": password, **required}

@@ -27,9 +27,10 @@ REMEMBERED = 1024  # learn ids whose outcome is kept for a client that asks agai
 
 @dataclass(frozen=True)
 class Limits:
-    """What one caller may ask for: tokens of a learned reply, learns in a minute, waiting requests."""
+    """What one caller may ask for: tokens of a reply or an example to learn, learns a minute, waiting requests."""
 
     reply_tokens: int = 4096
+    train_tokens: int = 4096
     learns_per_minute: int = 60
     queue: int = 256
 
@@ -59,6 +60,7 @@ class Service:
         self.limits = limits or Limits()
         self.scheduler = Scheduler(engine, queue=self.limits.queue, speculate=speculate)
         self.requests, self.created, self._clock = 0, int(time.time()), clock
+        self.scales: dict[str, float] = {}  # adapters that serve whoever names none
         self._recent: deque[float] = deque()
         self._known: OrderedDict[str, LearnOutcome | None] = OrderedDict()  # None: under way
         self._lock = threading.Lock()
@@ -135,7 +137,7 @@ class Service:
             raise
 
     def adapters_of(self, lora: Sequence[LoraUse] | None) -> dict[str, float]:
-        return {} if lora is None else {use.id: use.scale for use in lora}
+        return dict(self.scales) if lora is None else {use.id: use.scale for use in lora}
 
     def teach(self, learn: LearnOptions, caller: str) -> Teach:
         """A request's learn option as the scheduler takes it; one set of refusals for every route."""
@@ -232,6 +234,7 @@ class Service:
             cards.append({
                 "id": id, "version": adapter.version, "digest": adapter.digests[-1], "rank": adapter.spec.rank,
                 "step": 0 if pupil is None else pupil.step, "undoable": 0 if pupil is None else len(pupil.journal),
+                "scale": self.scales.get(id, 0.0), "promotable": self.engine.bank.promotable(id),
             })  # fmt: skip
         return cards
 

@@ -1,0 +1,67 @@
+"""Text to tokens and back, and conversations to prompts: llama.cpp's three small routes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import Field
+
+from ...models import ModelError
+from .errors import ApiError
+from .models import Body
+from .service import Service
+
+
+class Tokenize(Body):
+    content: str
+    add_special: bool = False
+    with_pieces: bool = False
+
+
+class Detokenize(Body):
+    tokens: list[int]
+
+
+class Template(Body):
+    messages: list[dict[str, Any]]
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+def routes(service: Service) -> APIRouter:
+    router, tokenizer = APIRouter(), service.tokenizer
+
+    @router.post("/tokenize")
+    async def tokenize(body: Tokenize) -> dict[str, Any]:
+        try:
+            ids = tokenizer.encode(body.content, add_special_tokens=body.add_special)
+        except ModelError as why:
+            raise ApiError(400, str(why), param="content") from None
+        if not body.with_pieces:
+            return {"tokens": ids}
+        return {"tokens": [{"id": id, "piece": piece(tokenizer.hf.convert_ids_to_tokens(id), id)} for id in ids]}
+
+    def piece(raw: str, id: int) -> str | list[int]:
+        """The token's text; its bytes where they are no whole characters."""
+        text = tokenizer.decode([id])
+        if "\ufffd" not in text:
+            return text
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        known = {shown: byte for byte, shown in bytes_to_unicode().items()}
+        return [known[c] for c in raw] if all(c in known for c in raw) else text
+
+    @router.post("/detokenize")
+    async def detokenize(body: Detokenize) -> dict[str, Any]:
+        vocab = service.engine.model.config.vocab_size
+        bad = [t for t in body.tokens if not 0 <= t < vocab]
+        if bad:
+            raise ApiError(400, f"token {bad[0]} is outside the vocabulary of {vocab}", param="tokens")
+        return {"content": tokenizer.decode(body.tokens)}
+
+    @router.post("/apply-template")
+    async def apply_template(body: Template) -> dict[str, Any]:
+        prompt = service.prompt_of(body.messages, body.chat_template_kwargs)
+        return {"prompt": tokenizer.decode(prompt), "tokens": prompt}
+
+    return router
