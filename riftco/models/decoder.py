@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from ..functional import attention, describe_head, geglu, recomputed, rope, slic
 from ..nn import Embedding, RMSNorm, linear_group
 from .config import DecoderConfig
 from .errors import ModelError
+from .joined import product
 from .kv_cache import KVCache, Step
 from .rotary import Rotary, Rotation
 
@@ -94,7 +95,7 @@ class Attention(nn.Module):
         with recomputed(x):  # what the norm has read is kept anyway
             if self.fused:
                 return self.qkv_proj(x).split(self.sizes, -1)
-            return linear_group(x, (self.q_proj, self.k_proj, self.v_proj))
+            return _group(x, (self.q_proj, self.k_proj, self.v_proj))
 
 
 class MLP(nn.Module):
@@ -119,7 +120,11 @@ class MLP(nn.Module):
         with recomputed(x):  # what the norm has read is kept anyway
             if self.fused:
                 return (self.gate_up_proj(x),)
-            return linear_group(x, (self.gate_proj, self.up_proj))
+            return _group(x, (self.gate_proj, self.up_proj))
+
+
+def _group(x: Tensor, layers: tuple[nn.Module, ...]) -> tuple[Tensor, ...]:
+    return product(x, layers) or linear_group(x, layers)
 
 
 class Block(nn.Module):
@@ -141,12 +146,24 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, rotation: Rotation, packing: Packing | None = None, cache: Attends | None = None
     ) -> Tensor:
-        attended = self.self_attn(self.input_layernorm(x), rotation, packing, cache)
+        x, branch = self.branches(x, None, rotation, packing, cache)
+        return x + branch
+
+    def branches(
+        self, x: Tensor, branch: Tensor | None, rotation: Rotation, packing: Packing | None, cache: Attends | None
+    ) -> tuple[Tensor, Tensor]:
+        """What is left to be added up, of x and a branch (None: of x alone): a norm takes both, and adds them in its
+        own launch."""
+        if branch is None:
+            h = self.input_layernorm(x)
+        else:
+            h, x = self.input_layernorm(branch, x)  # the norm of their sum, and the sum
+        attended = self.self_attn(h, rotation, packing, cache)
         if not self.post_norms:
-            h, x = self.post_attention_layernorm(attended, x)  # the norm of their sum, and the sum
-            return x + self.mlp(h)
+            h, x = self.post_attention_layernorm(attended, x)
+            return x, self.mlp(h)
         h, x = self.pre_feedforward_layernorm(self.post_attention_layernorm(attended), x)
-        return x + self.post_feedforward_layernorm(self.mlp(h))
+        return x, self.post_feedforward_layernorm(self.mlp(h))
 
 
 class Backbone(nn.Module):
@@ -326,13 +343,17 @@ class Decoder(nn.Module):
                 raise ModelError("activation_checkpointing='selective' is not made for tpu; use 'block' or 'disabled'")
             replayed, more = tpu.checkpoint, {}
             x = x if x.requires_grad else x.detach().requires_grad_()
+        open_ended = cache is not None and not torch.is_grad_enabled() and not any(map(_watched, self.model.layers))
+        branch = None
         for i, layer in enumerate(self.model.layers):
             turn = local if i in self.config.sliding_layers else rotation
-            if mode == "disabled":
+            if open_ended:
+                x, branch = cast(Block, layer).branches(x, branch, turn, packing, cache)
+            elif mode == "disabled":
                 x = layer(x, turn, packing, cache)
             else:
                 x = replayed(layer, x, turn, packing, cache, use_reentrant=False, **more)
-        return self.model.norm(x)
+        return self.model.norm(x) if branch is None else self.model.norm(branch, x)[0]
 
     def loss(
         self,
@@ -416,6 +437,10 @@ def _of_documents(
         return positions, None
     ends = torch.zeros(len(cu_seqlens), dtype=positions.dtype, device=positions.device)
     return positions, ends.scatter_reduce(0, of, positions + 1, "amax")[of]
+
+
+def _watched(layer: nn.Module) -> bool:
+    return bool(layer._forward_hooks or layer._forward_pre_hooks)
 
 
 def _keep_attention():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -86,6 +86,22 @@ class Batch:
         return cls(ids, at, torch.full_like(ids, slot), wanted, label, weight)
 
     @classmethod
+    def serving(cls, parts: Sequence[tuple[int, int, Sequence[int], str]]) -> Batch:
+        """Inference: (slot, position, tokens, output) of each slot, as `of` takes them, of callers who know them."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        wanted: list[bool] = []
+        for slot, position, ids, output in parts:
+            n = len(ids)
+            tokens += ids
+            positions += range(position, position + n)
+            slots += [slot] * n
+            wanted += [output == "all"] * (n - 1) + [output != "none"]
+        ids, at, of = torch.tensor([tokens, positions, slots], dtype=torch.int64).unbind()
+        return cls(ids, at, of, torch.tensor(wanted))
+
+    @classmethod
     def join(cls, batches: list[Batch]) -> Batch:
         """One batch of several; a label column as soon as one has it."""
         labelled = any(b.label is not None for b in batches)
@@ -122,10 +138,10 @@ class Batch:
         return 0 if self.label is None else int((self.label >= 0).sum())
 
     def runs(self) -> Iterator[Run]:
-        start = 0
+        start, positions = 0, self.positions.tolist()
         for slot, rows in itertools.groupby(self.slots.tolist()):
-            end = start + len(list(rows))
-            yield Run(slot, int(self.positions[start]), start, end)
+            end = start + sum(1 for _ in rows)
+            yield Run(slot, positions[start], start, end)
             start = end
 
     def check(self, vocab: int) -> None:
@@ -144,9 +160,9 @@ class Batch:
         runs = list(self.runs())
         if len({run.slot for run in runs}) < len(runs):
             raise Refused("the rows of one slot must stand together in a batch")
+        positions = self.positions.tolist()
         for run in runs:
-            steps = self.positions[run.start : run.end] - torch.arange(run.end - run.start)
-            if bool((steps != run.position).any()):
+            if positions[run.start : run.end] != list(range(run.position, run.position + run.end - run.start)):
                 raise Refused(f"slot {run.slot}: its rows must be at consecutive positions from {run.position} on")
         if self.label is not None:
             self._check_labels(vocab, runs)

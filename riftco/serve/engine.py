@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..adapters import LoraSpec
 from ..models import Decoder, KVCache, ModelError
+from ..models.joined import lay_side_by_side
 from ..train.capture import Capture
 from .bank import AdapterBank, AdapterSet
 from .batch import UNLABELLED, Batch, Refused, Run, ids_of, whole
@@ -73,6 +74,8 @@ class Engine:
             device=model.device,
         )  # fmt: skip
         self.model, self.window, self.chunk = model.eval(), self.cache.window, chunk
+        if self.model.device.type == "cuda":
+            lay_side_by_side(self.model)
         self.slots = [Slot(i) for i in range(slots)]
         self.decoding: DecodeStep | None = None
         if capture is not None or self.model.device.type == "cuda":
@@ -367,13 +370,14 @@ class Engine:
         counts = [(run.slot, run.end - run.start) for run in runs]
         if self.decoding is not None and len(runs) == len(batch) and bool(batch.output.all()):
             self.cache.reserve(counts)
-            rows = [Row(run.slot, run.position, int(batch.tokens[run.start])) for run in runs]
+            rows = [Row(run.slot, run.position, token) for run, token in zip(runs, batch.tokens.tolist())]
             served = self.decoding(rows, key, self.bank.layers(key), lambda: self.bank.serving(key))
             self.cache.grow(counts)
         else:
             served = self._any_rows(batch, counts, key)
+        tokens = batch.tokens.tolist()
         for run in runs:
-            self.slots[run.slot].tokens += batch.tokens[run.start : run.end].tolist()
+            self.slots[run.slot].tokens += tokens[run.start : run.end]
         return served
 
     def _any_rows(self, batch: Batch, counts: list[tuple[int, int]], key: AdapterSet) -> Served:

@@ -322,7 +322,8 @@ class Scheduler:
 
     def _batch(self) -> tuple[Batch | None, list[Turn]]:
         """Decode rows of every slot that has one, then prefill chunks while there is room."""
-        room, parts, turns = self.engine.chunk, [], []
+        room, turns = self.engine.chunk, []
+        parts: list[tuple[int, int, list[int], str]] = []
         ends: dict[int, int] = {}  # slot -> rows that it will hold
         self._batches += 1
         for turn, most in self._order():
@@ -343,11 +344,11 @@ class Scheduler:
             ends[turn.slot.id] += len(turn.draft)
             room -= len(turn.draft)
             output = ("all" if turn.draft else "last") if last else "none"
-            parts.append(Batch.of(turn.slot.id, len(turn.slot.tokens), rows + turn.draft, output=output))
+            parts.append((turn.slot.id, held, rows + turn.draft, output))
             turns.append(turn)
         if not parts and self.turns and all(turn.why is None for turn in self.turns.values()):
             self._yield()
-        return (Batch.join(parts), turns) if parts else (None, [])
+        return (Batch.serving(parts), turns) if parts else (None, [])
 
     def _order(self) -> list[tuple[Turn, int]]:
         """Who gets rows of a batch, in turn, and how many at most: those that decode, the longest left out first, then
