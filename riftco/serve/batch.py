@@ -92,9 +92,9 @@ class Batch:
         positions: list[int] = []
         slots: list[int] = []
         wanted: list[bool] = []
-        for slot, position, ids, output in parts:
-            n = len(ids)
-            tokens += ids
+        for slot, position, own, output in parts:
+            n = len(own)
+            tokens += own
             positions += range(position, position + n)
             slots += [slot] * n
             wanted += [output == "all"] * (n - 1) + [output != "none"]
