@@ -440,7 +440,8 @@ def _of_documents(
 
 
 def _watched(layer: nn.Module) -> bool:
-    return bool(layer._forward_hooks or layer._forward_pre_hooks)
+    """Whether somebody hooked or replaced its forward."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks) or "forward" in layer.__dict__
 
 
 def _keep_attention():
