@@ -6,6 +6,7 @@ new version. Which adapters a row was made under is its key: (id, version, scale
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import hashlib
 import math
@@ -25,10 +26,12 @@ from ..adapters.plan import plan_adapter
 from ..functional import lora_linear
 from ..models import Decoder
 from ..nn import GGUFLinear, LoRALinear, NF4Linear
+from ..train.state import on_host
 from .batch import Refused
 
 ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")  # also the name of a folder
 PREPARED = 8  # how many sets' layers are kept ready
+HASHERS = 8  # threads
 
 
 @dataclass(frozen=True, order=True)
@@ -226,13 +229,19 @@ class AdapterBank:
 
 
 def digest(state: State) -> str:
-    """SHA-256 over names, shapes, dtypes and bytes."""
+    """SHA-256 over names, shapes, dtypes and each tensor's SHA-256, which threads compute side by side."""
+    tensors = on_host({name: t for name, t in state.items() if t.is_cuda})
+    flat = {name: tensors.get(name, t).detach().cpu().contiguous().flatten() for name, t in state.items()}
+    with concurrent.futures.ThreadPoolExecutor(HASHERS) as pool:
+        hashes = dict(zip(flat, pool.map(_sha256, flat.values())))
     seen = hashlib.sha256()
     for name in sorted(state):
-        t = state[name].detach().cpu().contiguous()
-        seen.update(f"{name} {tuple(t.shape)} {t.dtype}".encode())
-        seen.update(t.view(torch.uint8).numpy().tobytes())
+        seen.update(f"{name} {tuple(state[name].shape)} {state[name].dtype} {hashes[name]}\n".encode())
     return seen.hexdigest()
+
+
+def _sha256(t: Tensor) -> str:
+    return hashlib.sha256(t.view(torch.uint8).numpy().data).hexdigest()
 
 
 def _fresh(model: Decoder, spec: LoraSpec, seed: int) -> dict[str, Tensor]:

@@ -72,7 +72,7 @@ class _Buffers:
         self.host.copy_(torch.tensor(list(columns)))
         self.there.copy_(self.host, non_blocking=True)
         if self._copied is not None:
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(self.there.device))
 
     def empty(self) -> None:
         """Rows of no slot: a step over them writes nothing."""

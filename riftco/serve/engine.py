@@ -76,6 +76,7 @@ class Engine:
         self.model, self.window, self.chunk = model.eval(), self.cache.window, chunk
         if self.model.device.type == "cuda":
             lay_side_by_side(self.model)
+            torch.cuda.empty_cache()  # where the weights were
         self.slots = [Slot(i) for i in range(slots)]
         self.decoding: DecodeStep | None = None
         if capture is not None or self.model.device.type == "cuda":

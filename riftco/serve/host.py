@@ -20,6 +20,6 @@ class HostRow:
             return t.tolist()
         row = self._row[: len(t)]
         row.copy_(t, non_blocking=True)
-        self._event.record()
+        self._event.record(torch.cuda.current_stream(t.device))
         self._event.synchronize()
         return row.tolist()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..models import KVCache
 from ..optim import Adam
 from ..train.chunked import Rows, adjoint_bytes, rows_of, runs_of, walk
-from ..train.state import flatten_optimizer, random_state, set_random_state, unflatten_optimizer
+from ..train.state import flatten_optimizer, on_host, random_state, set_random_state, unflatten_optimizer
 from .bank import AdapterBank, AdapterSet, State, digest
 from .batch import UNLABELLED, Refused, check_weights, whole
 
@@ -86,8 +86,8 @@ class Pupil:
     journal: deque[Moment] = field(default_factory=deque)
 
     def moment(self) -> Moment:
-        shadow = {name: p.detach().clone() for name, p in self.shadow.items()}
-        return Moment(self.step, shadow, *flatten_optimizer(self.optimizer.state_dict()))
+        """A copy on the host, which many of do not take the GPU's memory."""
+        return Moment(self.step, on_host(self.shadow), *flatten_optimizer(self.optimizer.state_dict()))
 
     def go_back(self, to: Moment) -> None:
         with torch.no_grad():

@@ -34,6 +34,14 @@ def set_random_state(states: Mapping[str, Tensor], device: torch.device) -> None
         tpu.set_rng_state(states["tpu"])
 
 
+def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in the host's memory, pinned where they come from a GPU: all are queued, then waited for once."""
+    copies = {n: t.detach().contiguous().to("cpu", non_blocking=t.is_cuda, copy=True) for n, t in tensors.items()}
+    for device in {t.device for t in tensors.values() if t.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+    return copies
+
+
 def flatten_optimizer(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """torch's optimizer state_dict as JSON values and tensors named "optimizer.<parameter>.<slot>"."""
     tensors: dict[str, Tensor] = {}
@@ -41,10 +49,10 @@ def flatten_optimizer(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     for parameter, slots in state["state"].items():
         for slot, value in slots.items():
             if isinstance(value, Tensor):
-                tensors[f"optimizer.{parameter}.{slot}"] = value.detach().to("cpu", copy=True).contiguous()
+                tensors[f"optimizer.{parameter}.{slot}"] = value
             else:
                 values.setdefault(str(parameter), {})[slot] = value
-    return {"param_groups": state["param_groups"], "values": values}, tensors
+    return {"param_groups": state["param_groups"], "values": values}, on_host(tensors)
 
 
 def unflatten_optimizer(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
