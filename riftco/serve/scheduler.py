@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,53 +25,11 @@ from .learner import LearnOutcome
 from .requests import Finished, Request, Teach, Ticket
 from .sampling import Sampler, Sampling
 from .slots import Slot, State
+from .turns import Totals, Turn
 
 log = logging.getLogger(__name__)
 BORROW = 32  # rows of a neighbour's prefix below which reading them again is as cheap as copying them
 LEARN_DUTY = 0.10  # the part of the time that learning may take while others wait
-
-
-@dataclass
-class Turn:
-    """A request on its slot."""
-
-    ticket: Ticket
-    slot: Slot
-    prompt: list[int]
-    sampler: Sampler
-    cached: int
-    text: Draft | None = None  # what guesses are made of
-    draft: list[int] = field(default_factory=list)  # guessed in this iteration
-    drafted: int = 0
-    accepted: int = 0
-    considered: int = 0  # the last batch that had room for it
-    why: str | None = None  # how the reply ended, once it has
-    learn: LearnOutcome | None = None
-
-    @property
-    def reply(self) -> list[int]:
-        return self.ticket.tokens
-
-    @property
-    def pending(self) -> list[int]:
-        """Tokens that the slot has not read: the rest of the prompt, and what was said."""
-        read = len(self.slot.tokens)
-        n = len(self.prompt)
-        return self.prompt[read:] + self.reply if read < n else self.reply[read - n :]
-
-
-@dataclass
-class Totals:
-    """What a scheduler has done so far."""
-
-    prompt: int = 0
-    cached: int = 0
-    predicted: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    learned: int = 0
-    refused: int = 0
-    learn_seconds: float = 0.0
 
 
 class Scheduler:
