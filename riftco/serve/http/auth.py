@@ -9,14 +9,18 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from .errors import ApiError
+from .page import ASSETS
 
-OPEN = ("/health",)
+OPEN = ("/health", *ASSETS)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
 class Keys:
-    """api: for all but /health; admin: for what learns, undoes, promotes, loads or writes. None: no key is asked."""
+    """Keys that callers have; None: no key is asked.
+
+    api: for all but /health and the page's static files; admin: for what learns, undoes, promotes, loads or writes.
+    """
 
     api: str | None = None
     admin: str | None = None
