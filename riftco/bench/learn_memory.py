@@ -110,7 +110,8 @@ def agreement(lesson: Lesson) -> dict[str, float]:
     plain = lesson.taken()
     cosine = float(torch.nn.functional.cosine_similarity(ours, plain, dim=0))
     ratio = float(ours.norm() / plain.norm())
-    if not (cosine > 0.999 and 0.99 < ratio < 1.01 and abs(losses[0] - losses[1]) < 0.01 * losses[1]):
+    allowed = 1e-4 if lesson.engine.model.dtype == torch.float32 else 1e-2  # 16-bit activations are rounded in both
+    if not (cosine > 1 - allowed and abs(ratio - 1) < 5 * allowed and abs(losses[0] / losses[1] - 1) < allowed):
         raise Wrong(f"gradients differ from one graph's: cosine {cosine}, norms {ratio}, losses {losses}")
     return {"cosine": cosine, "norm_ratio": ratio}
 

@@ -332,5 +332,4 @@ class RowStep(Step):
     def __init__(self, cache: KVCache, slots: Tensor, first: Tensor):
         self.cache, self.runs, self.total, self.longest = cache, [], len(slots), 1
         self.slots, self.first, self.positions, self.cu_seqlens = slots, first, first, None
-        left = torch.ones_like(first)
-        self.rows = {id(g): g.rows(slots, first, self.total, None, left) for g in cache.groups}
+        self.rows = {id(g): g.cache.rows_of_tokens(slots, first) for g in cache.groups}

@@ -24,7 +24,7 @@ class Rows:
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self._tensors())
 
-    def rows(self, slots: Tensor, first: Tensor, total: int, cu: Tensor | None, left: Tensor) -> Tensor:
+    def rows(self, slots: Tensor, first: Tensor, total: int, cu: Tensor, left: Tensor) -> Tensor:
         """Physical rows of a step's tokens; left [total]: how many tokens of its run come from each one on."""
         return self.cache.rows(slots, first, total, cu)
 
@@ -131,7 +131,7 @@ class Ring(Rows):
         self.cache.block_table.copy_(torch.arange(slots, device=device).unsqueeze(-1))
         self.lowest = [0] * slots  # the first position that no later one has replaced
 
-    def rows(self, slots: Tensor, first: Tensor, total: int, cu: Tensor | None, left: Tensor) -> Tensor:
+    def rows(self, slots: Tensor, first: Tensor, total: int, cu: Tensor, left: Tensor) -> Tensor:
         """Rows that the same run would replace are left out."""
         return super().rows(slots, first, total, cu, left).where(left <= self.size, -1)
 

@@ -103,6 +103,7 @@ class DecodeStep:
         self.captured = self.replayed = self.eager = 0
         self._buffers: dict[int, _Buffers] = {}
         self._graphs: OrderedDict[tuple[AdapterSet, int], _Graph] = OrderedDict()
+        self._known: set[tuple[tuple[str, ...], int]] = set()  # ids of adapters and sizes that were recorded before
         self._held = tuple(all_held(model))
 
     def __call__(
@@ -157,20 +158,22 @@ class DecodeStep:
             self._graphs.pop((key, size)).captured.reset()
         while len(self._graphs) >= MOST:
             self._graphs.popitem(last=False)[1].captured.reset()
-        captured = self._record(size, serving)
+        like = tuple(use.id for use in key), size  # of another version the kernels are the same
+        captured = self._record(size, serving, warm=like in self._known)
         if captured is None:
             return None
+        self._known.add(like)
         self.captured += 1
         self._graphs[key, size] = _Graph(captured, layers, places)
         return self._graphs[key, size]
 
-    def _record(self, size: int, serving) -> Captured | None:
+    def _record(self, size: int, serving, warm: bool) -> Captured | None:
         """The step of a size, recorded over rows of no slot; None, and `off` says why, where that cannot be."""
         self._of(size).empty()
         why = ""
         try:
             with serving():
-                return self._capture(lambda: self._compute(size), self.cache.device)
+                return self._capture(lambda: self._compute(size), self.cache.device, warm=warm)
         except CannotCapture as refused:
             why = str(refused)
         except Exception as error:

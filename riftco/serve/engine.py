@@ -89,6 +89,13 @@ class Engine:
         self.trainable: str | None = None
         self.lr = 1e-4
 
+    def prepare(self, adapters: Mapping[str, float] | None = None) -> None:
+        """Record the decode steps of all numbers of slots under these adapters (id -> scale; None: the base), so that
+        no request waits for it. Nothing where nothing is recorded."""
+        key = self.bank.set_of(adapters or {})
+        if self.decoding is not None:
+            self.decoding.prepare(key, self.bank.layers(key), lambda: self.bank.serving(key))
+
     def slot(self, id: int) -> Slot:
         if not 0 <= whole(id, "slot") < len(self.slots):
             raise Refused(f"no slot {id}; there are {len(self.slots)}")

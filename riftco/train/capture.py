@@ -31,8 +31,9 @@ class Capture(Protocol):
     def why_not(self, device: torch.device) -> str:
         """Why nothing can be captured on `device`; "" where it can."""
 
-    def __call__(self, run: Callable[[], Any], device: torch.device) -> Captured:
-        """Record `run`, which may be run before for warming up. Raises CannotCapture."""
+    def __call__(self, run: Callable[[], Any], device: torch.device, *, warm: bool = False) -> Captured:
+        """Record `run`, which may be run before for warming up: not where its like was recorded before (`warm`).
+        Raises CannotCapture."""
 
 
 def _first(error: BaseException) -> BaseException:
@@ -53,23 +54,37 @@ class CudaCapture:
     def __init__(self, *, shared: bool = False):
         self._shared = shared
         self._pool: Any = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def why_not(self, device: torch.device) -> str:
         return "" if device.type == "cuda" else f"CUDA graphs need a CUDA device, this is {device}"
 
-    def __call__(self, run: Callable[[], Any], device: torch.device) -> Captured:
+    def __call__(self, run: Callable[[], Any], device: torch.device, *, warm: bool = False) -> Captured:
         with torch.cuda.device(device):
-            current, side = torch.cuda.current_stream(), torch.cuda.Stream()
-            side.wait_stream(current)
-            with torch.cuda.stream(side):
-                run()  # kernels, handles and workspaces of this stream are there from now on
-            current.wait_stream(side)
-            gc.collect()  # a collection while capturing might free what CUDA does not let go of then
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
+            current, side = torch.cuda.current_stream(), self._stream(device)
+            if not warm:
+                side.wait_stream(current)
+                with torch.cuda.stream(side):
+                    run()  # kernels, handles and workspaces of this stream are there from now on
+                current.wait_stream(side)
+                gc.collect()
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
             if self._shared and self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
-            return CudaGraphed(run, current, side, self._pool)
+            collects = gc.isenabled()
+            gc.disable()  # a collection while capturing might free what CUDA does not let go of then
+            try:
+                return CudaGraphed(run, current, side, self._pool)
+            finally:
+                if collects:
+                    gc.enable()
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        """One for all captures: cuBLAS keeps a workspace for each."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream()
+        return self._streams[device]
 
 
 def _end_drawing(device: torch.device) -> None:

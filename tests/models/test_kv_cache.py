@@ -314,3 +314,14 @@ def test_options_that_are_refused(options, says):
     config = DecoderConfig.from_hf(hf_model("llama").config.to_dict())
     with pytest.raises(ModelError, match=says):
         KVCache(config, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"layout": "paged", "page_size": 4}, {"layout": "paged", "page_size": 5}])
+def test_rows_of_tokens_are_rows_of_runs_of_one(options):
+    cache = KVCache(decoder_of("llama").config, 3, 12, **options)
+    with torch.no_grad():
+        cache.reserve([(0, 5), (2, 12)])
+    (group,) = cache.groups
+    slots, at = torch.tensor([2, -1, 0, 2]), torch.tensor([11, 0, 4, 3])
+    got, want = group.cache.rows_of_tokens(slots, at), group.cache.rows(slots, at, 4)
+    assert torch.equal(got.where(got >= 0, -1), want) and int(got[1]) < 0

@@ -99,13 +99,15 @@ class Recorder:
     """
 
     def __init__(self, refuses=None):
-        self.made, self.refuses = [], refuses
+        self.made, self.warm, self.refuses = [], [], refuses
 
     def why_not(self, device):
         return ""
 
-    def __call__(self, run, device):
-        run()  # warming up
+    def __call__(self, run, device, warm=False):
+        self.warm.append(warm)
+        if not warm:
+            run()
         if self.refuses is not None:
             raise self.refuses
         self.made.append(Recorded(run))

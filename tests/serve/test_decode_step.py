@@ -11,6 +11,7 @@ from objective import LAYERS, SPEC, V, add, decoder, engine, prefill, tokens
 from recorded import Recorder, Tape, Waits, storage
 
 from riftco.models.held import all_held
+from riftco.models.joined import lay_side_by_side
 from riftco.models.kv_cache import RowStep
 from riftco.serve import Batch, Request, Sampling, Scheduler, decode_step
 from riftco.train.capture import CannotCapture
@@ -123,7 +124,14 @@ def test_a_learn_and_a_promotion_between_steps(dtype):
                 prefill(e, 1, tokens(6, 1))
         same(made, eager)
     assert made.decoding.captured == 3, "one for three slots; then one for two of version 1, one for one of version 2"
-    labelled = Batch.join([Batch.of(0, len(made.slots[0].tokens), [1], label=[2]), Batch.of(1, 8, [3])])
+    assert made.decoding._capture.warm == [False, False, False]
+    for e in (made, eager):
+        e.use(0, {"a": 1.0})
+        prefill(e, 0, tokens(6, 0))
+    got, want = (one_token(e, [0, 1]) for e in (made, eager))
+    assert torch.equal(got.logits, want.logits)
+    assert made.decoding._capture.warm == [False, False, False, True], "two slots of version 2, as of version 1"
+    labelled = Batch.join([Batch.of(0, len(made.slots[0].tokens), [1], label=[2]), Batch.of(1, 9, [3])])
     for e in (made, eager):
         e.train("a", 1e-3)
     got, want = (e.decode(labelled) for e in (made, eager))
@@ -162,7 +170,7 @@ def test_rows_of_no_slot_write_nothing():
         t.zero_()
     prefill(made, 0, tokens(5))
     before = [t.clone() for t in cached(made)]
-    made.decoding.prepare((), made.bank.layers(()), lambda: made.bank.serving(()))
+    made.prepare()
     assert made.decoding.captured == 4
     assert all(torch.equal(a, b) for a, b in zip(before, cached(made)))
     for slot in (1, 2, 4):
@@ -187,6 +195,29 @@ def test_all_that_changes_is_read_from_the_buffers():
     assert graph.reads <= allowed and storage(made.decoding._of(1).there) in graph.reads
     writes = [func for func, *_ in graph.tape.calls if func.name() == "riftco::cached_attention_write"]
     assert len(writes) == LAYERS
+
+
+def test_a_layers_launches():
+    """11 of a layer: attention's are two on a GPU, its pieces and their join; what a layer adds, the next norm adds."""
+    made, _ = pair()
+    lay_side_by_side(made.model)
+    made.decoding = decode_step.DecodeStep(made.model, made.cache, capture=Recorder())
+    prefill(made, 0, tokens(5))
+    one_token(made, [0])
+    (graph,) = made.decoding._capture.made
+    names = [func.name() for func, _, _, out in graph.tape.calls if not is_view(func)]
+    first = names.index("riftco::rms_norm_fwd")
+    assert names[first:] == LAYERS * [
+        "riftco::rms_norm_fwd", "aten::mm", "riftco::rope", "riftco::cached_attention_fwd",
+        "riftco::cached_attention_write", "aten::mm", "riftco::rms_norm_fwd", "aten::mm", "riftco::swiglu_fwd",
+        "aten::mm",
+    ] + ["riftco::rms_norm_fwd", "aten::mm", "aten::argmax"]  # fmt: skip
+    assert names[:first] == ["aten::add.Tensor", "aten::_to_copy", "aten::mul.Tensor", "aten::cos", "aten::sin",
+                             "riftco::embedding_fwd"]  # fmt: skip
+
+
+def is_view(func):
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
 def waiting(self, cache, slots, first):

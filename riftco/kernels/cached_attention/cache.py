@@ -136,6 +136,15 @@ class Cache:
             row = self.block_table[slot, at // page].long() * page + at % page
         return row.where(fits, -1)
 
+    def rows_of_tokens(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Physical rows [n] int64 of one token of each slot, in few launches, where `rows` has as many runs: slots
+        [n] int64 of the cache, or -1, whose row is below 0 and never written; positions [n] int64 within the window."""
+        if self.block_table is None:
+            return torch.add(positions, slots, alpha=self.window)
+        page = self.layers[0].k.shape[1]
+        pages = self.block_table[slots.clamp(min=0), positions // page]
+        return torch.add(positions % page, pages, alpha=page).where(slots >= 0, -1)
+
     def write(self, layer: int, rows: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k, v [total, K, D] at physical rows [total]; rows of -1 are left out. Not recorded by autograd.
 
