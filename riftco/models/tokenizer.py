@@ -47,9 +47,19 @@ class Tokenizer:
         """Every id is below it."""
         return max(self.hf.get_vocab().values()) + 1
 
+    def ids_of(self, special: Sequence[str]) -> dict[int, str]:
+        """Which of these the vocabulary has as tokens that are not shown: id -> text."""
+        return {i: t.content for i, t in self._added.items() if t.special and t.content in special}
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self.hf.chat_template)
+
+    def template(self, tools: bool = False) -> str:
+        """The chat template's source; where a model has several, that for conversations with tools or the plain one."""
+        if not self.has_chat_template:
+            raise ModelError("this model has no chat template; accepted: plain text, or a chat model")
+        return self.hf.get_chat_template(tools=[{}] if tools else None)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Token ids of `text`; with `add_special_tokens` also those that the model expects around plain text.
@@ -103,8 +113,7 @@ class Tokenizer:
 
         `options` are the template's own (`enable_thinking`, `tools`).
         """
-        if not self.has_chat_template:
-            raise ModelError("this model has no chat template; accepted: plain text, or a chat model")
+        self.template()
         import jinja2
 
         try:

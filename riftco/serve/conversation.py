@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,8 +17,53 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 def serving_prompt_tokens(tokenizer: Tokenizer, messages: Messages, **options: Any) -> list[int]:
-    """The tokens that a conversation is served with; `options` are the chat template's own."""
-    return tokenizer.encode(tokenizer.render_chat(messages, add_generation_prompt=True, **options))
+    """The tokens that a conversation is served with; `options` are the chat template's own, `tools` among them."""
+    plain = plain_messages(messages)
+    if any("tool_calls" in m for m in plain) and "tool_calls" not in tokenizer.template(bool(options.get("tools"))):
+        raise Refused("this model's chat template has no place for tool_calls; send the conversation without them")
+    return tokenizer.encode(tokenizer.render_chat(plain, add_generation_prompt=True, **options))
+
+
+def plain_messages(messages: Messages) -> list[dict[str, Any]]:
+    """OpenAI's messages as chat templates take them: text in one piece, calls with their arguments as objects.
+
+    Raises:
+        Refused: media, or calls that are none.
+    """
+    made = []
+    for i, message in enumerate(messages):
+        plain = {**message, "role": "system"} if message.get("role") == "developer" else dict(message)
+        if isinstance(plain.get("content"), list):
+            plain["content"] = _text(plain["content"], f"messages.{i}.content")
+        if plain.get("tool_calls"):
+            plain["content"] = plain.get("content") or ""
+            plain["tool_calls"] = [_call(c, f"messages.{i}.tool_calls") for c in plain["tool_calls"]]
+        else:
+            plain.pop("tool_calls", None)
+        made.append(plain)
+    return made
+
+
+def _text(parts: list[Any], where: str) -> str:
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
+            raise Refused(f"{where} holds a part of type {kind!r}; this model reads text")
+    return "".join(part["text"] for part in parts)
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise Refused(f"{where} must be of functions: {{id, type, function: {{name, arguments}}}}")
+    arguments = function.get("arguments") or "{}"
+    try:
+        made = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        made = None
+    if not isinstance(made, dict):
+        raise Refused(f"{where}: the arguments of {function['name']!r} are no JSON object: {arguments!r:.60}")
+    return {**call, "function": {**function, "arguments": made}}
 
 
 def end_of_turn(tokenizer: Tokenizer) -> list[int]:

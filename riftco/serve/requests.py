@@ -7,18 +7,23 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .grammar import Grammar
 from .learner import LearnOutcome
 from .sampling import Chosen, Sampling
 
 
 @dataclass(frozen=True)
 class Teach:
-    """Learn this turn's reply, or `reply` in its place, on its slot before it is released."""
+    """Learn this turn's reply, or `reply` in its place, on its slot before it is released.
+
+    refuse: why a reply that was served is not to be learned, if it is not.
+    """
 
     adapter: str
     lr: float
     reply: Sequence[int] | None = None  # with its end-of-turn token; None: the reply that was served
     note: Mapping[str, Any] = field(default_factory=dict)
+    refuse: Callable[[Sequence[int]], str | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,7 @@ class Request:
         adapters: id -> scale; the newest versions at the time the request begins.
         slot: the slot that it must run on, or None.
         teach: learn on the slot when the turn is done.
+        grammar: what the reply keeps to; it ends where the grammar does.
     """
 
     prompt: Sequence[int]
@@ -41,6 +47,7 @@ class Request:
     adapters: Mapping[str, float] = field(default_factory=dict)
     slot: int | None = None
     teach: Teach | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .batch import Refused, whole
+from .grammar import Matcher
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,19 @@ class Sampler:
         options: how.
         prompt: the tokens before the reply, which the repetition penalty counts as seen.
         vocab, device: of the logits.
+        matcher: of the grammar that the reply keeps to, if there is one.
     """
 
-    def __init__(self, options: Sampling, prompt: Sequence[int], vocab: int, device: torch.device):
+    def __init__(
+        self,
+        options: Sampling,
+        prompt: Sequence[int],
+        vocab: int,
+        device: torch.device,
+        matcher: Matcher | None = None,
+    ):
         options.check(vocab)
-        self.options = options
+        self.options, self.matcher = options, matcher
         self.generator = torch.Generator(device)
         self.generator.seed() if options.seed is None else self.generator.manual_seed(options.seed)
         self.bias = self.counts = self.seen = None
@@ -111,7 +120,23 @@ class Sampler:
     @property
     def plain(self) -> bool:
         """Whether it takes the likeliest token of the logits as they are."""
-        return self.options.temperature == 0 and self.bias is None and self.counts is None and self.seen is None
+        changes = (self.bias, self.counts, self.seen, self.matcher)
+        return self.options.temperature == 0 and all(change is None for change in changes)
+
+    @property
+    def done(self) -> bool:
+        """Whether the reply is whole by its grammar."""
+        return self.matcher is not None and self.matcher.done
+
+    @property
+    def failure(self) -> str:
+        """Why the reply cannot go on by its grammar; mostly empty."""
+        return "" if self.matcher is None else self.matcher.failure
+
+    def follow(self, token: int) -> None:
+        """The reply goes on with a token that was chosen."""
+        if self.matcher is not None:
+            self.matcher.follow(token)
 
     def choose(self, logits: Tensor) -> Tensor:
         """A token [1] for logits [V]; it counts as generated from now on."""
@@ -123,7 +148,8 @@ class Sampler:
         return token
 
     def accept(self, logits: Tensor, draft: Sequence[int]) -> list[int]:
-        """The tokens that would have been chosen one by one: those of the draft as far as it is right, and one more.
+        """The tokens that would have been chosen one by one: those of the draft as far as it is right, and one more;
+        they count as followed.
 
         logits [1 + len(draft), V]: row i follows the first i tokens of the draft. One draw a token, as without a draft.
         """
@@ -134,18 +160,23 @@ class Sampler:
         tokens: list[int] = []
         for row in logits:
             tokens.append(int(self.choose(row)))
-            if len(tokens) > len(draft) or tokens[-1] != draft[len(tokens) - 1]:
+            self.follow(tokens[-1])
+            if self.done or self.failure or len(tokens) > len(draft) or tokens[-1] != draft[len(tokens) - 1]:
                 break
         return tokens
 
     def adjusted(self, x: Tensor) -> Tensor:
-        """Logits after bias and penalties."""
+        """Logits after bias and penalties, of what the grammar allows."""
         o = self.options
         if self.seen is not None:
             x = torch.where(self.seen, torch.where(x > 0, x / o.repetition_penalty, x * o.repetition_penalty), x)
         if self.counts is not None:
             x = x - o.presence_penalty * (self.counts > 0) - o.frequency_penalty * self.counts
-        return x if self.bias is None else x + self.bias
+        if self.bias is not None:
+            x = x + self.bias
+        if self.matcher is not None:
+            x = x.masked_fill(~self.matcher.allowed(x.device), -torch.inf)
+        return x
 
     def draw(self, x: Tensor) -> Tensor:
         """A token [1] of adjusted logits [V]."""

@@ -20,6 +20,7 @@ from .bank import AdapterSet
 from .batch import Batch, Refused, ids_of, whole
 from .draft import Draft
 from .engine import Decoded, Engine
+from .grammar import Grammar
 from .host import HostRow
 from .learner import LearnOutcome
 from .requests import Finished, Request, Teach, Ticket
@@ -119,7 +120,7 @@ class Scheduler:
                 raise Refused(f"token {token} is outside the vocabulary of {vocab}")
         if whole(request.max_new_tokens, "max_new_tokens") < 1:
             raise Refused(f"max_new_tokens must be at least 1; got {request.max_new_tokens}")
-        kinds = (("sampling", Sampling), ("adapters", Mapping), ("teach", Teach | None))
+        kinds = (("sampling", Sampling), ("adapters", Mapping), ("teach", Teach | None), ("grammar", Grammar | None))
         for name, kind in kinds:
             if not isinstance(getattr(request, name), kind):
                 raise Refused(f"{name}: {getattr(request, name)!r:.60} is no such thing")
@@ -250,7 +251,8 @@ class Scheduler:
         request, engine = ticket.request, self.engine
         prompt, key = list(request.prompt), engine.bank.set_of(request.adapters)
         engine.bank.ready(key)
-        sampler = Sampler(request.sampling, prompt, engine.model.config.vocab_size, engine.model.device)
+        matcher = None if request.grammar is None else request.grammar.matcher()
+        sampler = Sampler(request.sampling, prompt, engine.model.config.vocab_size, engine.model.device, matcher)
         slot = max(idle, key=lambda s: (s.common(prompt, key), not s.tokens, -s.used))
         engine.use(slot.id, key)
         self._keep(slot, min(slot.common(prompt, key), len(prompt) - 1))  # the last row's logits are needed
@@ -364,17 +366,23 @@ class Scheduler:
             if not all(turn.sampler.plain for turn in ready):
                 drawn = torch.cat([turn.sampler.choose(own[0]) for turn, own in zip(ready, rows)])
             chosen = [[token] for token in self._on_host(drawn)]  # one wait for the device
+            for turn, (token,) in zip(ready, chosen):
+                turn.sampler.follow(token)
         for turn, own, tokens in zip(ready, rows, chosen):
             self._take(turn, own, tokens)
 
     def _take(self, turn: Turn, logits: torch.Tensor, tokens: list[int]) -> None:
         """Append chosen tokens to a turn's reply until it ends; rows of guesses that were wrong are taken back."""
+        if turn.sampler.failure:
+            self._fail([turn], turn.sampler.failure)
+            return
         turn.slot.state, request = State.DECODING, turn.ticket.request
-        for taken, (row, token) in enumerate(zip(logits, tokens), 1):  # noqa: B007
+        ends = turn.sampler.done  # by its grammar, with the last of these tokens
+        for taken, (row, token) in enumerate(zip(logits, tokens), 1):
             turn.ticket.put(turn.sampler.report(row, token))
             if turn.text is not None:
                 turn.text.add(token)
-            if token in request.stop_ids or turn.ticket.stopped:
+            if token in request.stop_ids or turn.ticket.stopped or (ends and taken == len(tokens)):
                 turn.why = "stop"
             elif len(turn.reply) >= request.max_new_tokens or len(turn.prompt) + len(turn.reply) > self.engine.window:
                 turn.why = "length"
@@ -404,6 +412,9 @@ class Scheduler:
     def _teach(self, turn: Turn, teach: Teach) -> LearnOutcome:
         reply = turn.reply if teach.reply is None else teach.reply
         try:
+            if teach.reply is None and teach.refuse is not None and (why_not := teach.refuse(reply)):
+                self.totals.refused += 1
+                return LearnOutcome(False, why_not, adapter=teach.adapter)
             return self.learn(turn.slot.id, turn.prompt, reply, teach.adapter, teach.lr, note=teach.note)
         except Exception as why:  # taken back; the turn was served
             log.exception("a learn on slot %d failed", turn.slot.id)

@@ -1,6 +1,7 @@
 """A server on a port of its own, over a small random model with a real tokenizer."""
 
 import contextlib
+import copy
 import socket
 import threading
 
@@ -8,7 +9,7 @@ import torch
 import uvicorn
 
 from riftco.adapters import LoraSpec
-from riftco.models import Decoder, DecoderConfig
+from riftco.models import Decoder, DecoderConfig, Tokenizer
 from riftco.models.rotary import Rope
 from riftco.serve import Engine, Store
 from riftco.serve.http import Service, create_app
@@ -16,14 +17,45 @@ from riftco.serve.http import Service, create_app
 WINDOW = 160
 
 
-def service(tokenizer, folder=None, slots=2, cache_dtype="float32", head=16, **options):
+def service(tokenizer, folder=None, slots=2, cache_dtype="float32", head=16, window=WINDOW, **options):
     torch.manual_seed(3)
-    config = DecoderConfig("llama", tokenizer.vocabulary_size, 32, 64, 2, 2, 1, head, WINDOW, Rope(head, 1e4))
+    config = DecoderConfig("llama", tokenizer.vocabulary_size, 32, 64, 2, 2, 1, head, window, Rope(head, 1e4))
     store = None if folder is None else Store(folder, "digest")
-    engine = Engine(Decoder(config), slots=slots, window=WINDOW, cache_dtype=cache_dtype, store=store)
+    engine = Engine(Decoder(config), slots=slots, window=window, cache_dtype=cache_dtype, store=store)
     if "live" not in engine.bank.adapters:
         engine.create("live", LoraSpec(rank=2, alpha=4), seed=1)
     return Service(engine, tokenizer, name="tiny", learns=folder is not None, **options)
+
+
+def templated(tokenizer, template, special=()):
+    """The same tokenizer with another chat template, and more tokens that are not shown."""
+    hf = copy.deepcopy(tokenizer.hf)
+    if special:
+        hf.add_special_tokens({"additional_special_tokens": list(special)})
+    hf.chat_template = template
+    return Tokenizer(hf, tokenizer.stop_ids)
+
+
+@contextlib.contextmanager
+def says(made, text):
+    """Within the block every reply of the model is this text, whatever was asked."""
+    engine, script = made.engine, [*made.tokenizer.encode(text), made.tokenizer.eos_id]
+    decode = engine.decode
+
+    def scripted(batch):
+        served, row = decode(batch), 0
+        logits = torch.zeros_like(served.logits)
+        for run in batch.runs():
+            if batch.output[run.start : run.end].any():
+                logits[row, script[len(made.scheduler.turns[run.slot].reply)]] = 1e4
+                row += 1
+        return served._replace(logits=logits, likeliest=logits.argmax(-1))
+
+    engine.decode = scripted
+    try:
+        yield
+    finally:
+        del engine.decode
 
 
 @contextlib.contextmanager

@@ -99,7 +99,7 @@ def create_app(
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, request: Request) -> EventSourceResponse | dict[str, Any]:
-        ticket = openai.chat_ticket(service, body, caller_of(request, body))
+        ticket = await openai.chat_ticket(service, body, caller_of(request, body))
         if body.stream:
             return streamed(openai.chat_stream(service, body, ticket), ticket)
         return await answered(request, openai.chat_answer(service, body, ticket))
@@ -113,7 +113,7 @@ def create_app(
 
     @app.post("/completion", response_model=None)
     async def completion(body: native.NativeRequest, request: Request) -> EventSourceResponse | dict[str, Any]:
-        ticket = native.native_ticket(service, body, caller_of(request, body))
+        ticket = await native.native_ticket(service, body, caller_of(request, body))
         if body.stream:
             return streamed(native.native_stream(service, body, ticket), ticket)
         return await answered(request, native.native_answer(service, body, ticket))
@@ -124,19 +124,20 @@ def create_app(
 
     @app.post("/v1/messages", response_model=None)
     async def anthropic(body: messages.MessagesRequest, request: Request) -> EventSourceResponse | dict[str, Any]:
-        ticket = messages.messages_ticket(service, body, caller_of(request, body))
+        ticket = await messages.messages_ticket(service, body, caller_of(request, body))
         if body.stream:
             return streamed(messages.messages_stream(service, body, ticket), ticket)
         return await answered(request, messages.messages_answer(service, body, ticket))
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: messages.CountRequest) -> dict[str, int]:
-        prompt = service.prompt_of(messages.conversation(body), body.chat_template_kwargs)
+        asked = messages.messages_asked(body)
+        prompt = service.prompt_of(messages.conversation(body), asked.options(body.chat_template_kwargs))
         return {"input_tokens": len(prompt)}
 
     @app.post("/v1/responses", response_model=None)
     async def respond(body: responses.ResponsesRequest, request: Request) -> EventSourceResponse | dict[str, Any]:
-        ticket = responses.responses_ticket(service, body, caller_of(request, body))
+        ticket = await responses.responses_ticket(service, body, caller_of(request, body))
         if body.stream:
             return streamed(responses.responses_stream(service, body, ticket), ticket)
         return await answered(request, responses.responses_answer(service, body, ticket))

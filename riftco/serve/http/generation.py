@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 
 from ...models import Text, Tokenizer
+from ..calls import Call, Reader
 from ..learner import LearnOutcome
 from ..requests import Finished, Ticket
 from ..sampling import Chosen
@@ -22,11 +23,20 @@ class Piece:
     chosen: tuple[Chosen, ...] = ()
 
 
+@dataclass(frozen=True)
+class Called:
+    """A whole call, the `index`-th of the reply, and the tokens that it came with."""
+
+    index: int
+    call: Call
+    chosen: tuple[Chosen, ...] = ()
+
+
 @dataclass
 class End:
     """How a generation ended.
 
-    why: "stop", "length" or "cancelled"; stop_string: the string that ended it, if one did.
+    why: "stop", "length" or "cancelled"; stop_string: the string that ended it, if one did; calls: how many were made.
     """
 
     why: str
@@ -41,6 +51,7 @@ class End:
     stop_string: str | None = None
     drafted: int = 0
     accepted: int = 0
+    calls: int = 0
 
 
 class Stops:
@@ -86,35 +97,57 @@ async def events(ticket: Ticket) -> AsyncIterator[Chosen | Finished]:
             ticket.cancel()
 
 
-async def generation(ticket: Ticket, tokenizer: Tokenizer, stop: Sequence[str]) -> AsyncIterator[Piece | End]:
-    """Pieces of text, then one End.
+async def generation(
+    ticket: Ticket, tokenizer: Tokenizer, stop: Sequence[str], reader: Reader | None = None
+) -> AsyncIterator[Piece | Called | End]:
+    """Pieces of text and calls, then one End. Calls are what `reader` finds.
 
     Raises:
         ApiError: the turn failed.
     """
     text, stops, shown, pending = Text(tokenizer), Stops(stop), "", list[Chosen]()
+    marks = {} if reader is None else tokenizer.ids_of(reader.format.special)
     began, first, ended = time.perf_counter(), None, None
+
+    def parts(more: str, final: bool = False) -> Iterator[Piece | Called]:
+        """What can be given now, of which the first comes with the tokens so far."""
+        nonlocal shown, pending
+        found: list[str | Call] = [more] if reader is None and more else []
+        if reader is not None:
+            found = [*reader.add(more), *(reader.rest() if final else [])]
+        for part in found:
+            if isinstance(part, Call):
+                calls.append(part)
+                yield Called(len(calls) - 1, part, tuple(pending))
+            else:
+                shown += part
+                yield Piece(part, tuple(pending))
+            pending = []
+
+    calls: list[Call] = []
     async for event in events(ticket):
         if isinstance(event, Finished):
             ended = event
             break
         first = first or time.perf_counter()
-        if stops.found is not None:
+        if stops.found is not None or (reader is not None and reader.done):
             continue
         pending.append(event)
-        piece = "" if event.token in tokenizer.stop_ids else stops.add(text.add(event.token))
-        if stops.found is not None:
+        if event.token in marks:
+            more = text.rest() + marks[event.token]
+            text = Text(tokenizer)
+        else:
+            more = "" if event.token in tokenizer.stop_ids else text.add(event.token)
+        for part in parts(stops.add(more)):
+            yield part
+        if stops.found is not None or (reader is not None and reader.done):
             ticket.stop()
-        if piece:
-            shown += piece
-            yield Piece(piece, tuple(pending))
-            pending = []
     assert ended is not None
     if ended.why == "error":
         raise ApiError(500, ended.error or "the turn failed")
-    if stops.found is None and (rest := stops.add(text.rest()) + stops.held):
-        shown += rest
-        yield Piece(rest, tuple(pending))
+    rest = "" if stops.found is not None else stops.add(text.rest()) + stops.held
+    for part in parts(rest, final=True):
+        yield part
     now = time.perf_counter()
     first = first or now
     why = "stop" if stops.found is not None else ended.why
@@ -122,5 +155,5 @@ async def generation(ticket: Ticket, tokenizer: Tokenizer, stop: Sequence[str]) 
     yield End(
         why=why, text=shown, tokens=len(ticket.tokens), prompt=ended.prompt, cached=ended.cached, slot=ended.slot,
         learn=learn, seconds_prompt=first - began, seconds_text=now - first, stop_string=stops.found,
-        drafted=ended.drafted, accepted=ended.accepted,
+        drafted=ended.drafted, accepted=ended.accepted, calls=len(calls),
     )  # fmt: skip

@@ -15,6 +15,7 @@ from ..batch import Refused
 from ..conversation import reply_tokens
 from ..saved_slots import file_in
 from ..store import PERSONAL
+from .asked import of_openai
 from .errors import ApiError
 from .models import Body, LearnOptions, LoraUse
 from .service import Service, outcome_json
@@ -28,6 +29,7 @@ class LearnRequest(LearnOptions):
     id_slot: int | None = Field(default=None, ge=0)
     n_prefix: int | None = Field(default=None, ge=1)
     messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -144,7 +146,8 @@ def lesson(service: Service, body: LearnRequest) -> tuple[int, list[int]]:
             body.reply_tokens = reply_tokens(service.tokenizer, body.messages[-1])
         except Refused as why:
             raise ApiError(400, str(why), param="messages") from None
-        prompt = service.prompt_of(body.messages[:-1], body.chat_template_kwargs)
+        asked = of_openai(body.tools, None, None, "", nested=True)
+        prompt = service.prompt_of(body.messages[:-1], asked.options(body.chat_template_kwargs))
         slot = service.slot_of(prompt) if body.id_slot is None else body.id_slot
         return slot, prompt
     if body.id_slot is None or body.n_prefix is None:

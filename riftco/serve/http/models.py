@@ -73,7 +73,15 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class ChatRequest(Sampled):
+class Calls(Sampled):
+    """Tools, as both of OpenAI's ways to chat have them."""
+
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+
+
+class ChatRequest(Calls):
     """POST /v1/chat/completions"""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
@@ -86,6 +94,7 @@ class ChatRequest(Sampled):
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=20)
     n: Literal[1] = 1
+    response_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 

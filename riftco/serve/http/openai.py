@@ -5,25 +5,37 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+from ..calls import Call, Reader
 from ..requests import Ticket
 from ..sampling import Chosen
+from .asked import Asked, of_openai, of_schema
 from .errors import ApiError
-from .generation import End, Piece, generation
+from .generation import Called, End, Piece, generation
 from .models import ChatRequest, CompletionRequest, stops_of
 from .service import Service, outcome_json
 
 DONE = "[DONE]"
 
 
-def chat_ticket(service: Service, body: ChatRequest, caller: str) -> Ticket:
-    prompt = service.prompt_of(body.messages, body.chat_template_kwargs)
+def chat_asked(body: ChatRequest) -> Asked:
+    lark = of_schema(body.response_format, "response_format")
+    return of_openai(body.tools, body.tool_choice, body.parallel_tool_calls, lark, nested=True)
+
+
+async def chat_ticket(service: Service, body: ChatRequest, caller: str) -> Ticket:
+    asked = chat_asked(body)
+    asked.check_learn(body.learn)
+    grammar = await asked.grammar(service)
+    prompt = service.prompt_of(body.messages, asked.options(body.chat_template_kwargs))
     sampling = body.sampling(body.top_logprobs if body.logprobs else None)
     most = body.max_completion_tokens or body.max_tokens
     return service.submit(
-        prompt, sampling, most, lora=body.lora, slot=body.id_slot, learn=body.learn, caller=caller
+        prompt, sampling, most, lora=body.lora, slot=body.id_slot, learn=body.learn, caller=caller, grammar=grammar,
+        refuse=asked.refuse(service),
     )  # fmt: skip
 
 
@@ -101,21 +113,33 @@ def completion_logprobs(service: Service, chosen: tuple[Chosen, ...]) -> dict[st
     }
 
 
+def finish_reason(end: End) -> str:
+    return "length" if end.why == "length" else "tool_calls" if end.calls else "stop"
+
+
+def function_call(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+
+
 async def chat_stream(service: Service, body: ChatRequest, ticket: Ticket) -> AsyncIterator[str]:
-    shape = Shape(service, "chat.completion", body.model)
+    shape, reader = Shape(service, "chat.completion", body.model), chat_asked(body).reader(service)
 
     def delta(change: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> list[dict[str, Any]]:
         return [{"index": 0, "delta": change, "finish_reason": finish, "logprobs": logprobs}]
 
     yield json.dumps(shape.chunk(delta({"role": "assistant", "content": ""})))
-    async for text in _pieces(service, ticket, stops_of(body.stop)):
+    async for text in _pieces(service, ticket, stops_of(body.stop), reader):
         if isinstance(text, Piece):
             made = delta({"content": text.text}, None, chat_logprobs(service, text.chosen))
             yield json.dumps(shape.chunk(made))
+        elif isinstance(text, Called):
+            for change in call_deltas(text):
+                yield json.dumps(shape.chunk(delta(change)))
         elif isinstance(text, End):
             with_usage = body.stream_options is not None and body.stream_options.include_usage
             more = shape.last(text)
-            finish = delta({}, "length" if text.why == "length" else "stop")
+            finish = delta({}, finish_reason(text))
             yield json.dumps(shape.chunk(finish, **({} if with_usage else more)))
             if with_usage:
                 yield json.dumps(shape.chunk([], usage=usage(text), **more))
@@ -123,6 +147,14 @@ async def chat_stream(service: Service, body: ChatRequest, ticket: Ticket) -> As
             yield text
             return
     yield DONE
+
+
+def call_deltas(called: Called) -> Iterator[dict[str, Any]]:
+    """A call's name, then its arguments."""
+    made = function_call(called.call)
+    arguments = made["function"].pop("arguments")
+    yield {"tool_calls": [{"index": called.index, **made, "function": {**made["function"], "arguments": ""}}]}
+    yield {"tool_calls": [{"index": called.index, "function": {"arguments": arguments}}]}
 
 
 async def completion_stream(service: Service, body: CompletionRequest, ticket: Ticket) -> AsyncIterator[str]:
@@ -137,44 +169,59 @@ async def completion_stream(service: Service, body: CompletionRequest, ticket: T
         elif isinstance(text, End):
             finish = choice("", "length" if text.why == "length" else "stop")
             yield json.dumps(shape.chunk(finish, usage=usage(text), **shape.last(text)))
-        else:
+        elif isinstance(text, str):
             yield text
             return
     yield DONE
 
 
-async def _pieces(service: Service, ticket: Ticket, stop: list[str]) -> AsyncIterator[Piece | End | str]:
-    """Pieces and the end; or, where the turn failed on the way, an error that clients raise."""
+async def _pieces(
+    service: Service, ticket: Ticket, stop: list[str], reader: Reader | None = None
+) -> AsyncIterator[Piece | Called | End | str]:
+    """What a generation gives; or, where the turn failed on the way, an error that clients raise."""
     try:
-        async for piece in generation(ticket, service.tokenizer, stop):
+        async for piece in generation(ticket, service.tokenizer, stop, reader):
             yield piece
     except ApiError as why:
         yield json.dumps(why.openai())
 
 
-async def whole(service: Service, ticket: Ticket, stop: list[str]) -> tuple[End, tuple[Chosen, ...]]:
+@dataclass
+class Whole:
     """A generation read to its end."""
-    chosen: list[Chosen] = []
-    async for piece in generation(ticket, service.tokenizer, stop):
+
+    end: End
+    chosen: tuple[Chosen, ...]
+    calls: list[Call]
+
+
+async def whole(service: Service, ticket: Ticket, stop: list[str], reader: Reader | None = None) -> Whole:
+    chosen, calls = list[Chosen](), list[Call]()
+    async for piece in generation(ticket, service.tokenizer, stop, reader):
         if isinstance(piece, End):
-            return piece, tuple(chosen)
+            return Whole(piece, tuple(chosen), calls)
         chosen += piece.chosen
+        if isinstance(piece, Called):
+            calls.append(piece.call)
     raise AssertionError("a generation ends with an End")
 
 
 async def chat_answer(service: Service, body: ChatRequest, ticket: Ticket) -> dict[str, Any]:
-    end, chosen = await whole(service, ticket, stops_of(body.stop))
-    shape = Shape(service, "chat.completion", body.model)
+    read = await whole(service, ticket, stops_of(body.stop), chat_asked(body).reader(service))
+    shape, end = Shape(service, "chat.completion", body.model), read.end
+    message: dict[str, Any] = {"role": "assistant", "content": end.text, "refusal": None}
+    if read.calls:
+        message |= {"content": end.text or None, "tool_calls": [function_call(call) for call in read.calls]}
     choice = {
-        "index": 0, "message": {"role": "assistant", "content": end.text, "refusal": None},
-        "finish_reason": "length" if end.why == "length" else "stop", "logprobs": chat_logprobs(service, chosen),
+        "index": 0, "message": message, "finish_reason": finish_reason(end),
+        "logprobs": chat_logprobs(service, read.chosen),
     }  # fmt: skip
     return {**shape.chunk([choice], usage=usage(end), **shape.last(end)), "object": "chat.completion"}
 
 
 async def completion_answer(service: Service, body: CompletionRequest, ticket: Ticket) -> dict[str, Any]:
-    end, chosen = await whole(service, ticket, stops_of(body.stop))
-    shape = Shape(service, "text_completion", body.model)
+    read = await whole(service, ticket, stops_of(body.stop))
+    shape, end, chosen = Shape(service, "text_completion", body.model), read.end, read.chosen
     finish = "length" if end.why == "length" else "stop"
     choice = {"index": 0, "text": end.text, "finish_reason": finish, "logprobs": completion_logprobs(service, chosen)}
     return shape.chunk([choice], usage=usage(end), **shape.last(end))

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...adapters import AdapterError
@@ -15,6 +15,7 @@ from ...models import ModelError, Tokenizer
 from ..batch import Refused
 from ..conversation import reply_tokens, serving_prompt_tokens
 from ..engine import Engine
+from ..grammar import Grammar, Grammars
 from ..learner import LearnOutcome
 from ..requests import Finished, Request, Teach, Ticket
 from ..sampling import Sampling
@@ -58,6 +59,7 @@ class Service:
     ):
         self.engine, self.tokenizer, self.name, self.learns = engine, tokenizer, name, learns
         self.limits = limits or Limits()
+        self.grammars = Grammars(tokenizer, engine.model.config.vocab_size)
         self.scheduler = Scheduler(engine, queue=self.limits.queue, speculate=speculate)
         self.requests, self.created, self._clock = 0, int(time.time()), clock
         self.scales: dict[str, float] = {}  # adapters that serve whoever names none
@@ -69,7 +71,7 @@ class Service:
         """The tokens that a conversation is served with, and learned behind."""
         try:
             return serving_prompt_tokens(self.tokenizer, messages, **options)
-        except ModelError as why:
+        except (ModelError, Refused) as why:
             raise ApiError(400, str(why), param="messages") from None
 
     def tokens_of(self, prompt: str | Sequence[int]) -> list[int]:
@@ -89,8 +91,10 @@ class Service:
         learn: LearnOptions | None = None,
         caller: str = "",
         ignore_eos: bool = False,
+        grammar: Grammar | None = None,
+        refuse: Callable[[Sequence[int]], str | None] | None = None,
     ) -> Ticket:
-        """Queue a turn; what can never run is refused at once."""
+        """Queue a turn; what can never run is refused at once. `refuse`: why a reply is not to be learned, if so."""
         window = self.engine.window
         if len(prompt) > window:
             raise ApiError(
@@ -105,6 +109,8 @@ class Service:
         if id is not None:
             known = self.claim(id)
         teach = None if learn is None or known is not None else self._claimed(id, learn, caller)
+        if teach is not None:
+            teach = replace(teach, refuse=refuse)
         request = Request(
             prompt,
             max_new_tokens=window if max_new_tokens is None else max_new_tokens,
@@ -113,6 +119,7 @@ class Service:
             adapters=self.adapters_of(lora),
             slot=None if slot is None or slot < 0 else slot,
             teach=teach,
+            grammar=grammar,
         )
 
         def on_end(finished: Finished) -> None:

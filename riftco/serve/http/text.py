@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from pydantic import Field
 
 from ...models import ModelError
+from .asked import of_openai
 from .errors import ApiError
 from .models import Body
 from .service import Service
@@ -25,6 +26,7 @@ class Detokenize(Body):
 
 class Template(Body):
     messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -39,17 +41,12 @@ def routes(service: Service) -> APIRouter:
             raise ApiError(400, str(why), param="content") from None
         if not body.with_pieces:
             return {"tokens": ids}
-        return {"tokens": [{"id": id, "piece": piece(tokenizer.hf.convert_ids_to_tokens(id), id)} for id in ids]}
+        return {"tokens": [{"id": id, "piece": piece(id)} for id in ids]}
 
-    def piece(raw: str, id: int) -> str | list[int]:
+    def piece(id: int) -> str | list[int]:
         """The token's text; its bytes where they are no whole characters."""
         text = tokenizer.decode([id])
-        if "\ufffd" not in text:
-            return text
-        from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-        known = {shown: byte for byte, shown in bytes_to_unicode().items()}
-        return [known[c] for c in raw] if all(c in known for c in raw) else text
+        return text if "\ufffd" not in text else list(tokenizer.bytes_of(id))
 
     @router.post("/detokenize")
     async def detokenize(body: Detokenize) -> dict[str, Any]:
@@ -61,7 +58,8 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/apply-template")
     async def apply_template(body: Template) -> dict[str, Any]:
-        prompt = service.prompt_of(body.messages, body.chat_template_kwargs)
+        asked = of_openai(body.tools, None, None, "", nested=True)
+        prompt = service.prompt_of(body.messages, asked.options(body.chat_template_kwargs))
         return {"prompt": tokenizer.decode(prompt), "tokens": prompt}
 
     return router
