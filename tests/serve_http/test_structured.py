@@ -54,7 +54,7 @@ def gpt(url):
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_chat(gpt, temperature):
     ask = {"model": "m", "messages": ASK, "temperature": temperature, "seed": 5}
-    for seed in range(3):
+    for seed in range(2):
         choice = gpt.chat.completions.create(**{**ask, "seed": seed}, response_format=FORMAT).choices[0]
         Place.model_validate_json(choice.message.content)
         assert choice.finish_reason == "stop"
@@ -92,7 +92,7 @@ def test_native(url):
     answer = httpx.post(f"{url}/completion", json={"prompt": "x", "json_schema": SCHEMA}, timeout=60).json()
     Place.model_validate_json(answer["content"])
     gbnf = 'root ::= "yes" | "no, " [a-c]{2}'
-    for seed in range(4):
+    for seed in range(3):
         body = {"prompt": "x", "grammar": gbnf, "seed": seed, "temperature": 1.0}
         answer = httpx.post(f"{url}/completion", json=body, timeout=60).json()
         assert answer["content"] == "yes" or (len(answer["content"]) == 6 and answer["content"][:4] == "no, ")
@@ -103,18 +103,17 @@ def test_native(url):
 def test_calls_that_must_be_made(tokenizer, template):
     made = service(templated(tokenizer, template, ["<|python_tag|>"]), window=900)
     with served(made) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as gpt:
-        for seed in range(3):
-            ask = {"model": "m", "messages": ASK, "tools": CHAT_TOOLS, "seed": seed, "parallel_tool_calls": False}
-            named = gpt.chat.completions.create(
-                **ask, tool_choice={"type": "function", "function": {"name": "look"}}
-            ).choices[0]  # fmt: skip
-            (call,) = named.message.tool_calls
-            look = json.loads(call.function.arguments)
-            assert look["where"] in ("mat", "hook") and 0 <= look["n"] <= 9 and len(look.get("note", "")) <= 3
-            assert named.finish_reason == "tool_calls" and named.message.content is None
-            some = gpt.chat.completions.create(**ask, tool_choice="required").choices[0]
-            (call,) = some.message.tool_calls
-            assert call.function.name in ("look", "wait")
+        ask = {"model": "m", "messages": ASK, "tools": CHAT_TOOLS, "seed": 1, "parallel_tool_calls": False}
+        named = gpt.chat.completions.create(
+            **ask, tool_choice={"type": "function", "function": {"name": "look"}}
+        ).choices[0]  # fmt: skip
+        (call,) = named.message.tool_calls
+        look = json.loads(call.function.arguments)
+        assert look["where"] in ("mat", "hook") and 0 <= look["n"] <= 9 and len(look.get("note", "")) <= 3
+        assert named.finish_reason == "tool_calls" and named.message.content is None
+        some = gpt.chat.completions.create(**ask, tool_choice="required").choices[0]
+        (call,) = some.message.tool_calls
+        assert call.function.name in ("look", "wait")
         flat = [{"type": "function", **f} for f in FUNCTIONS]
         answer = gpt.responses.create(
             model="m", input="Where?", tools=flat, tool_choice="required", parallel_tool_calls=False
