@@ -1,4 +1,5 @@
-"""The Metal extension on macOS, and the shaders' text in every wheel. Everything else is in pyproject.toml."""
+"""The Metal extension on macOS; the text of shaders and of the CPU's decoding, which are compiled where they run, in
+every wheel. Everything else is in pyproject.toml."""
 
 import pathlib
 import platform
@@ -11,13 +12,14 @@ HERE = pathlib.Path(__file__).parent
 
 
 class BuildPy(build_py):
-    """Put the shaders beside their loader; riftco run from a clone reads them in csrc/metal."""
+    """Put the texts beside their loaders; riftco run from a clone reads them in csrc."""
 
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            shaders = pathlib.Path(self.build_lib) / "riftco" / "metal" / "shaders"
-            shutil.copytree(HERE / "csrc" / "metal", shaders, dirs_exist_ok=True)
+            package = pathlib.Path(self.build_lib) / "riftco"
+            shutil.copytree(HERE / "csrc" / "metal", package / "metal" / "shaders", dirs_exist_ok=True)
+            shutil.copytree(HERE / "csrc" / "cpu", package / "cpu" / "source", dirs_exist_ok=True)
 
 
 def extension() -> dict:

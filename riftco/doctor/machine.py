@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import __version__, metal, tpu
+from .. import __version__, cpu, metal, tpu
 from ..bench.machine import machine_columns
 
 PACKAGES = (
@@ -73,7 +73,7 @@ def device_state(device: str) -> State:
 
 
 def _cpu() -> State:
-    return State("works", torch.backends.cpu.get_cpu_capability())
+    return State("works", f"{torch.backends.cpu.get_cpu_capability()}; {cpu.described(build=True)}")
 
 
 def _cuda() -> State:

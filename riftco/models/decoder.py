@@ -308,6 +308,11 @@ class Decoder(nn.Module):
             step.finish()
         return x
 
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """What the first layer reads, [..., C]."""
+        x = self.model.embed_tokens(input_ids)
+        return x if self.config.embedding_scale == 1.0 else x * self._embedding_scale[x.dtype]
+
     def run(
         self,
         input_ids: Tensor,
@@ -331,9 +336,7 @@ class Decoder(nn.Module):
         rotation = local = self.rotary(positions, reach)
         if self.local_rotary is not None:
             local = self.local_rotary(positions, reach)
-        x = self.model.embed_tokens(input_ids)
-        if self.config.embedding_scale != 1.0:
-            x = x * self._embedding_scale[x.dtype]
+        x = self.embed(input_ids)
         mode = checkpointing or (self.activation_checkpointing if cache is None else "disabled")
         mode = mode if torch.is_grad_enabled() else "disabled"
         more: dict[str, Any] = {"context_fn": _keep_attention} if mode == "selective" else {}

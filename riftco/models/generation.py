@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import tpu
+from .compiled import compiled_decoder
 from .decoder import Decoder, too_long
 from .errors import ModelError
 from .kv_cache import KVCache
@@ -93,12 +94,16 @@ def _run(model, prompt_ids, max_new_tokens, temperature, top_p, stop_ids, seed) 
     else:
         generator.manual_seed(seed)
     cache = KVCache(model.config, 1, len(prompt_ids) + max_new_tokens, dtype=model.dtype, device=device)
-    step = torch.tensor([prompt_ids], device=device)
+    step, last = torch.tensor([prompt_ids], device=device), torch.zeros(1, dtype=torch.int64)
     model.eval()
     try:
+        compiled = compiled_decoder(model, cache) if device.type == "cpu" and max_new_tokens > 1 else None
         for _ in range(max_new_tokens):
             with torch.no_grad():
-                logits = model.logits(model.hidden(step, kv_cache=cache)[:, -1])
+                if compiled is None or step.shape[1] > 1:
+                    logits = model.logits(model.hidden(step, kv_cache=cache)[:, -1])
+                else:
+                    logits = compiled.logits(step[0], cache.begin([(0, 1)]), last)
                 step = sample(logits, temperature, top_p, generator).unsqueeze(-1)
             token = int(step)
             if token in stop_ids:

@@ -70,10 +70,16 @@ class Joined(nn.Module):
         if sum(part.rank for part in parts) > LoRALinear.max_rank:
             raise Refused(f"adapters used together may have ranks of up to {LoRALinear.max_rank} in all")
 
-    def forward(self, x: Tensor) -> Tensor:
+    dropout = 0.0
+
+    def adapter(self) -> tuple[Tensor, Tensor, float]:
+        """(A, B, scale) of them all."""
         a = torch.cat([part.lora_A.weight for part in self.parts])
-        b = torch.cat([part.scale * part.lora_B.weight for part in self.parts], 1)
-        return lora_linear(x, self.base_layer.weight, a, b, scale=1.0, bias=self.base_layer.bias)
+        return a, torch.cat([part.scale * part.lora_B.weight for part in self.parts], 1), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, scale = self.adapter()
+        return lora_linear(x, self.base_layer.weight, a, b, scale=scale, bias=self.base_layer.bias)
 
 
 class AdapterBank:

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from ..adapters import LoraSpec
 from ..models import Decoder, KVCache, ModelError
+from ..models.compiled import CompiledDecoder
 from ..models.joined import lay_side_by_side
 from ..train.capture import Capture
 from .bank import AdapterBank, AdapterSet
 from .batch import UNLABELLED, Batch, Refused, Run, ids_of, whole
+from .compiled import CompiledSteps
 from .decode_step import DecodeStep, Row, Served
 from .learner import Learner, LearnOutcome, Lesson
 from .slots import Slot, State
@@ -48,6 +50,9 @@ class Engine:
         store: where adapters, their journals and the log live; None: in memory alone.
         cuda_graphs: whether decode steps on a GPU are recorded, one for each of a few sizes, and done again by one
             launch. Replies do not depend on it.
+        compiled: whether batches of few rows on a CPU are decoded by the compiled step, built by this machine's C++
+            compiler when it is first needed. None: where that can be, and `compiled_steps.off` says why not; True: or
+            the engine is refused.
         capture: how they are recorded; None: with CUDA graphs, where there is a GPU.
         options: of the Learner.
     """
@@ -65,6 +70,7 @@ class Engine:
         chunk: int = 512,
         store: Store | None = None,
         cuda_graphs: bool = True,
+        compiled: bool | None = None,
         capture: Capture | None = None,
         **options,
     ):
@@ -82,6 +88,10 @@ class Engine:
         if capture is not None or self.model.device.type == "cuda":
             self.decoding = DecodeStep(self.model, self.cache, graphs=cuda_graphs, capture=capture)
         self.bank = AdapterBank(model)
+        off = "it is switched off" if compiled is False else "" if self.decoding is None else "steps are recorded"
+        self.compiled_steps = CompiledSteps(self.model, self.cache, off)
+        if compiled and self._compiled(()) is None:
+            raise ModelError(f"compiled=True: {self.compiled_steps.off}")
         self.learner = Learner(self.bank, self.cache, chunk=chunk, **options)
         self.store = store
         if store is not None:
@@ -388,10 +398,17 @@ class Engine:
             self.slots[run.slot].tokens += tokens[run.start : run.end]
         return served
 
+    def _compiled(self, key: AdapterSet, rows: int = 1) -> CompiledDecoder | None:
+        return self.compiled_steps.find(key, self.bank.layers(key), lambda: self.bank.serving(key), rows)
+
     def _any_rows(self, batch: Batch, counts: list[tuple[int, int]], key: AdapterSet) -> Served:
         """The forward of prompts and guesses, of whatever lengths."""
         device = self.model.device
         wanted = batch.output.nonzero().flatten()
+        compiled = self._compiled(key, len(batch))
+        if compiled is not None:
+            logits = compiled.logits(batch.tokens, self.cache.begin(counts), wanted)
+            return Served(logits, logits.argmax(-1))
         with self.bank.serving(key):
             hidden = self.model.hidden(batch.tokens.to(device), kv_cache=self.cache.begin(counts))
             logits = hidden.new_empty(0, self.model.config.vocab_size)

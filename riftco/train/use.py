@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import explain
+from .. import cpu, explain
 from ..adapters import base_weights_of, load_adapter
 from ..data import DataError, Loader, load_examples
 from ..functional import attention_backward
@@ -78,10 +78,19 @@ def explained(device: str | None, dtype: str, op: str | None, model: str | None 
         ) as choice:
             row = {"op": "attention_bwd", "device": where.type, "implementation": choice.path, "why": choice.why}
         return [row]
-    rows = [r for r in explain(device, getattr(torch, dtype)) if op is None or op in r["op"]]
+    rows = [r for r in [*explain(device, getattr(torch, dtype)), *_decoding(device)] if op is None or op in r["op"]]
     if not rows:
         raise ConfigError(f"no op's name contains {op!r}; riftco explain lists all")
     return rows
+
+
+def _decoding(device: str | None) -> list[dict[str, str]]:
+    """What decodes a few rows of a model on a CPU."""
+    if device not in (None, "cpu"):
+        return []
+    why = cpu.described()
+    path = "riftco.models.decoder:Decoder.hidden" if cpu.why_not() else "csrc/cpu/step.cpp"
+    return [{"op": "decode_step", "device": "cpu", "implementation": path, "why": why}]
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,10 @@ class LoRALinear(nn.Module):
     def scale(self) -> float:
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
+    def adapter(self) -> tuple[Tensor, Tensor, float]:
+        """(A, B, scale)."""
+        return self.lora_A.weight, self.lora_B.weight, self.scale
+
     def weight_norm(self) -> Tensor:
         """||W + scale * B A|| of each row: what DoRA's magnitude is measured against."""
         return weight_norm(self.base_layer.weight, self.lora_A.weight, self.lora_B.weight, self.scale)
