@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .batch import Refused, whole
+from .draw import choose
 from .grammar import Matcher
 
 
@@ -140,12 +141,14 @@ class Sampler:
 
     def choose(self, logits: Tensor) -> Tensor:
         """A token [1] for logits [V]; it counts as generated from now on."""
-        token = self.draw(self.adjusted(logits.float()))
+        return choose([self], logits[None])
+
+    def count(self, token: Tensor) -> None:
+        """A token [1] was generated."""
         if self.counts is not None:
             self.counts.index_add_(0, token, torch.ones_like(token, dtype=torch.float32))
         if self.seen is not None:
             self.seen[token] = True
-        return token
 
     def accept(self, logits: Tensor, draft: Sequence[int]) -> list[int]:
         """The tokens that would have been chosen one by one: those of the draft as far as it is right, and one more;
@@ -177,26 +180,6 @@ class Sampler:
         if self.matcher is not None:
             x = x.masked_fill(~self.matcher.allowed(x.device), -torch.inf)
         return x
-
-    def draw(self, x: Tensor) -> Tensor:
-        """A token [1] of adjusted logits [V]."""
-        o = self.options
-        if o.temperature == 0:
-            return x.argmax(-1, keepdim=True)
-        if o.top_k and o.top_k < len(x):
-            x = x.masked_fill(x < x.topk(o.top_k).values[-1], -torch.inf)
-        # below the largest, and no colder than float32 can divide by: nothing overflows on the way to 0
-        x = (x - x.amax()) / max(o.temperature, 1e-30)
-        if o.min_p:
-            x = x.masked_fill(x < math.log(o.min_p), -torch.inf)
-        probs = x.softmax(-1)
-        if o.top_p < 1:
-            ordered, index = probs.sort(descending=True, stable=True)
-            outside = ordered.cumsum(-1) - ordered >= o.top_p  # the token that crosses top_p still counts
-            probs = torch.zeros_like(probs).scatter(-1, index, ordered.masked_fill(outside, 0.0))
-        # the exponential race: one draw a token, so that the generator moves alike whatever was cut
-        noise = torch.empty_like(probs).exponential_(generator=self.generator)
-        return (probs / noise).argmax(-1, keepdim=True)
 
     def report(self, logits: Tensor, token: int) -> Chosen:
         if self.options.logprobs is None:

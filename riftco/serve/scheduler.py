@@ -19,6 +19,7 @@ from ..train.duty import DutyCycle
 from .bank import AdapterSet
 from .batch import Batch, Refused, ids_of, whole
 from .draft import Draft
+from .draw import choose
 from .engine import Decoded, Engine
 from .grammar import Grammar
 from .host import HostRow
@@ -364,7 +365,7 @@ class Scheduler:
         else:
             drawn = decoded.likeliest
             if not all(turn.sampler.plain for turn in ready):
-                drawn = torch.cat([turn.sampler.choose(own[0]) for turn, own in zip(ready, rows)])
+                drawn = choose([turn.sampler for turn in ready], decoded.logits)
             chosen = [[token] for token in self._on_host(drawn)]  # one wait for the device
             for turn, (token,) in zip(ready, chosen):
                 turn.sampler.follow(token)
