@@ -13,7 +13,7 @@ from recorded import Recorder, Tape, Waits, storage
 from riftco.models.held import all_held
 from riftco.models.joined import lay_side_by_side
 from riftco.models.kv_cache import RowStep
-from riftco.serve import Batch, Request, Sampling, Scheduler, decode_step
+from riftco.serve import Batch, Engine, Request, Sampling, Scheduler, decode_step
 from riftco.train.capture import CannotCapture
 
 LAYOUTS = {"slots": {}, "pages": {"page_size": 8}}
@@ -303,7 +303,6 @@ def test_the_longest_unused_graph_leaves(monkeypatch):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_on_a_gpu(layout, dtype):
     """Slots join and leave, one learns, its adapter is promoted: logits, rows and replies of the eager steps."""
-    from riftco.serve import Engine
 
     def build(graphs):
         torch.manual_seed(1)
