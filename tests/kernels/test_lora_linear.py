@@ -438,8 +438,8 @@ def test_errors(monkeypatch):
     "module,old,new,case",
     [
         ("kernels", "r[None, :], acc * factor, mask=(m < M)", "r[None, :], acc, mask=(m < M)", "dropout"),
-        ("kernels", "        acc += product_for(", "        acc = product_for(", "several tiles"),
-        ("kernels", "    acc *= factor\n", "", "rank 1"),
+        ("kernels", "            acc += product_for(", "            acc = product_for(", "several tiles"),
+        ("kernels", "        acc *= factor\n", "", "rank 1"),
         ("kernels", "at = row[:, None] * N + n[None, :]", "at = m[:, None] * N + n[None, :]", "rows"),
         ("kernels", "acc = tl.where(kept(", "acc = tl.where((m >= 0)[:, None] | kept(", "dropout"),
         (

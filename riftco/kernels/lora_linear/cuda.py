@@ -62,6 +62,11 @@ def _lines(t: Tensor) -> tuple[Tensor, tuple[int, int, int, int]]:
     return lines, (inner, stride_o, stride_i, lines.stride(-1))
 
 
+def _split(wheres: tuple[tuple[int, int, int, int], ...], lines: tuple[Tensor, ...]) -> bool:
+    """Whether rows of any of the tensors need two strides."""
+    return any(where[0] < t.shape[:-1].numel() for where, t in zip(wheres, lines))
+
+
 def _ranks(ws: list[Tensor], dim: int) -> tuple[tuple[int, ...], int]:
     ranks = tuple(w.shape[dim] for w in ws)
     return ranks, sum(ranks)
@@ -80,8 +85,8 @@ def _down(x: Tensor, seed: Tensor | None, dropout_p: float, rows: Tensor | None,
         kernels.down[(triton.cdiv(M, tile.BM) * triton.cdiv(R, tile.BR) * tile.splits,)](
             lines, seed, rows, tuple(ws), tuple(w.stride() for w in ws), ranks, out, where, threshold(dropout_p),
             inverse_keep(seed, dropout_p), M, C, R, x.shape[:-1].numel(), tile.splits, tile.width,
-            HAS_KEEP=seed is not None, HAS_ROWS=rows is not None, BM=tile.BM, BC=tile.BC, BR=tile.BR,
-            num_stages=tiles.STAGES, num_warps=tile.warps,
+            SPLIT=_split((where,), (lines,)), HAS_KEEP=seed is not None, HAS_ROWS=rows is not None,
+            BM=tile.BM, BC=tile.BC, BR=tile.BR, num_stages=tiles.STAGES, num_warps=tile.warps,
         )  # fmt: skip
     return out[0] if tile.splits == 1 else out.sum(0).to(ws[0].dtype)
 
@@ -99,9 +104,8 @@ def _down_each(ts: list[Tensor], rows: Tensor | None, ws: list[Tensor], scales: 
         kernels.down_each[(triton.cdiv(M, tile.BM) * triton.cdiv(max(ranks), tile.BR) * tile.splits * len(ts),)](
             lines, rows, tuple(ws), tuple(w.stride()[::-1] for w in ws), ranks, out, wheres, tuple(scales),
             M, widths, R, triton.cdiv(max(ranks), tile.BR), ts[0].shape[:-1].numel(), tile.splits,
-            tile.width,
-            HAS_ROWS=rows is not None, BM=tile.BM, BC=tile.BC, BR=tile.BR,
-            num_stages=tiles.STAGES, num_warps=tile.warps,
+            tile.width, SPLIT=_split(wheres, lines), HAS_ROWS=rows is not None,
+            BM=tile.BM, BC=tile.BC, BR=tile.BR, num_stages=tiles.STAGES, num_warps=tile.warps,
         )  # fmt: skip
     return out[0] if tile.splits == 1 else out.sum(0).to(ws[0].dtype)
 
@@ -111,14 +115,14 @@ def _up_each(ys: list[Tensor], rows: Tensor | None, xa: Tensor, ws: list[Tensor]
     M, widths = _count(ys[0], rows), tuple(y.shape[-1] for y in ys)
     ranks, R = _ranks(ws, 1)
     tile = tiles.up(M, max(ranks))
-    blocks = sum(triton.cdiv(N, tile.BN) for N in widths)
+    blocks = sum(triton.cdiv(N, tile.BN * tile.tiles) for N in widths)
     if M == 0 or blocks == 0:
         return
     with on(xa):
         kernels.up_each[(triton.cdiv(M, tile.BM) * blocks,)](
             tuple(ys), rows, xa, tuple(ws), tuple(w.stride()[::-1] for w in ws), ranks, tuple(scales), M, widths, R,
             ys[0].shape[:-1].numel(), HAS_ROWS=rows is not None, BM=tile.BM, BN=tile.BN, BR=tile.BR,
-            num_stages=1, num_warps=tile.warps,
+            TILES=tile.tiles, num_stages=1, num_warps=tile.warps,
         )  # fmt: skip
 
 
@@ -137,11 +141,11 @@ def _up(
     if M == 0 or C == 0:
         return
     with on(first):
-        kernels.up[(triton.cdiv(M, tile.BM) * triton.cdiv(C, tile.BN),)](
+        kernels.up[(triton.cdiv(M, tile.BM) * triton.cdiv(C, tile.BN * tile.tiles),)](
             tuple(parts), seed, rows, g, tuple(ws), tuple(w.stride() for w in ws), ranks, threshold(dropout_p),
             inverse_keep(seed, dropout_p), M, C, R, first.shape[:-1].numel(),
             HAS_KEEP=seed is not None, HAS_ROWS=rows is not None, BM=tile.BM, BN=tile.BN, BR=tile.BR,
-            num_stages=1, num_warps=tile.warps,
+            TILES=tile.tiles, num_stages=1, num_warps=tile.warps,
         )  # fmt: skip
 
 
@@ -179,7 +183,8 @@ def _grads(
             kernels.grads[(tile.programs * tile.splits,)](
                 lines, seed, rows, partners, columns, out, wheres, places, strides, threshold(dropout_p), factors, M,
                 tuple(t.shape[-1] for t in ts), widths_r, R, total, triton.cdiv(M, tile.splits), tile.splits,
-                d_ys[0].shape[:-1].numel(), HAS_KEEP=seed is not None and need_a, HAS_ROWS=rows is not None,
+                d_ys[0].shape[:-1].numel(), SPLIT=_split(wheres, lines),
+                HAS_KEEP=seed is not None and need_a, HAS_ROWS=rows is not None,
                 BM=tile.BM, BC=tile.BC, BR=tile.BR, num_stages=tiles.STAGES, num_warps=tile.warps,
             )  # fmt: skip
     return out[0] if tile.splits == 1 else out.sum(0)

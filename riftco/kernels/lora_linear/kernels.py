@@ -63,6 +63,12 @@ def place(rows_ptr, m, M, lines, HAS_ROWS: tl.constexpr):
 
 
 @triton.jit
+def start_of(row, where, SPLIT: tl.constexpr):
+    """Where a row begins. Two strides cost two 64-bit divisions a row, which one launch in a thousand needs."""
+    return (row // where[0]) * where[1] + (row % where[0]) * where[2] if SPLIT else row * where[2]
+
+
+@triton.jit
 def side_by_side(ws, strides, ranks, r, c, C):
     """w[r, c] of weights whose ranks stand side by side; r and c broadcast to the tile, which is 0 outside."""
     first = 0
@@ -77,14 +83,14 @@ def side_by_side(ws, strides, ranks, r, c, C):
 @triton.jit
 def _down_tile(
     in_ptr, seed_ptr, rows_ptr, ws, strides, ranks, out_ptr, where, limit, factor, tile_m, r0, start, M, C, R,
-    R_out, lines, width, HAS_KEEP: tl.constexpr, HAS_ROWS: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
-    BR: tl.constexpr,
+    R_out, lines, width, SPLIT: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_ROWS: tl.constexpr, BM: tl.constexpr,
+    BC: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """out[m, r] = factor * sum over the features from `start` of masked(in)[m, c] w[r, c]."""
     m = tile_m.to(tl.int64) * BM + tl.arange(0, BM)
     row = place(rows_ptr, m, M, lines, HAS_ROWS)
     r = r0 + tl.arange(0, BR)
-    line_ptr = in_ptr + (row // where[0]) * where[1] + (row % where[0]) * where[2]
+    line_ptr = in_ptr + start_of(row, where, SPLIT)
     acc = tl.zeros([BM, BR], tl.float32)
     for at in range(start, tl.minimum(start + width, C), BC):
         c = at + tl.arange(0, BC).to(tl.int64)
@@ -100,7 +106,8 @@ def _down_tile(
 @triton.jit
 def down(
     in_ptr, seed_ptr, rows_ptr, ws, strides, ranks, out_ptr, where, limit, factor, M, C, R, lines, splits, width,
-    HAS_KEEP: tl.constexpr, HAS_ROWS: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr,
+    SPLIT: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_ROWS: tl.constexpr,
+    BM: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """x A^T of all members: out [splits, M, R]."""
     tiles_r = tl.cdiv(R, BR)
@@ -109,14 +116,14 @@ def down(
     tile_m = tl.program_id(0) // tiles_r // splits
     _down_tile(
         in_ptr, seed_ptr, rows_ptr, ws, strides, ranks, out_ptr + split.to(tl.int64) * M * R, where, limit, factor,
-        tile_m, r0, split * width, M, C, R, R, lines, width, HAS_KEEP, HAS_ROWS, BM, BC, BR,
+        tile_m, r0, split * width, M, C, R, R, lines, width, SPLIT, HAS_KEEP, HAS_ROWS, BM, BC, BR,
     )  # fmt: skip
 
 
 @triton.jit
 def down_each(
     ins, rows_ptr, ws, strides, ranks, out_ptr, wheres, factors, M, widths, R, tiles_r, lines, splits, width,
-    HAS_ROWS: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr,
+    SPLIT: tl.constexpr, HAS_ROWS: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """factor * d_y B of each member, side by side: out [splits, M, R]."""
     member = tl.program_id(0) % len(ins)
@@ -130,68 +137,79 @@ def down_each(
             _down_tile(
                 ins[i], None, rows_ptr, (ws[i],), (strides[i],), (ranks[i],),
                 out_ptr + split.to(tl.int64) * M * R + first, wheres[i], 0, factors[i], tile_m, r0, split * width, M,
-                widths[i], ranks[i], R, lines, width, False, HAS_ROWS, BM, BC, BR,
+                widths[i], ranks[i], R, lines, width, SPLIT, False, HAS_ROWS, BM, BC, BR,
             )  # fmt: skip
         first += ranks[i]
 
 
 @triton.jit
-def _up_tile(
+def _up_strip(
     parts, seed_ptr, rows_ptr, xa_ptr, ws, strides, ranks, limit, factor, tile_m, n0, M, N, R, R_in, lines,
-    HAS_KEEP: tl.constexpr, HAS_ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
+    HAS_KEEP: tl.constexpr, HAS_ROWS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """parts[0][row, N] = sum of the parts + factor * masked(xa [M, R] w[R, N]); rows of N numbers, contiguous."""
+    """parts[0][row, N] = sum of the parts + factor * masked(xa [M, R] w[R, N]) for TILES tiles from column n0 on; rows
+    of N numbers, contiguous. The next tile of the first part is on its way while one is made."""
     m = tile_m.to(tl.int64) * BM + tl.arange(0, BM)
-    n = n0.to(tl.int64) + tl.arange(0, BN)
     out_dtype = parts[0].dtype.element_ty
-    acc = tl.zeros([BM, BN], tl.float32)
-    for start in range(0, R, BR):
-        r = start + tl.arange(0, BR)
-        xa = tl.load(xa_ptr + m[:, None] * R_in + r[None, :], mask=(m < M)[:, None] & (r < R)[None, :], other=0.0)
-        acc += product_for(xa, side_by_side(ws, strides, ranks, r[:, None], n[None, :], N), out_dtype)
     row = place(rows_ptr, m, M, lines, HAS_ROWS)
-    live = (m < M)[:, None] & (n < N)[None, :]
-    at = row[:, None] * N + n[None, :]
-    acc *= factor
-    if HAS_KEEP:
-        acc = tl.where(kept(seed_ptr, limit, tile_m * 0, row.to(tl.int32), n0, BN), acc, 0.0)
-    total = tl.load(parts[0] + at, mask=live, other=0.0).to(tl.float32)
-    for i in tl.static_range(1, len(parts)):
-        total += tl.load(parts[i] + at, mask=live, other=0.0).to(tl.float32)
-    tl.store(parts[0] + at, total + acc, mask=live)
+    n = n0.to(tl.int64) + tl.arange(0, BN)
+    stop = tl.minimum(N, n0 + TILES * BN)
+    ahead = tl.load(parts[0] + row[:, None] * N + n[None, :], mask=(m < M)[:, None] & (n < stop)[None, :], other=0.0)
+    for j in range(TILES):
+        held = ahead
+        live = (m < M)[:, None] & (n < stop)[None, :]
+        at = row[:, None] * N + n[None, :]
+        later = n + BN
+        then = (m < M)[:, None] & (later < stop)[None, :]
+        ahead = tl.load(parts[0] + row[:, None] * N + later[None, :], mask=then, other=0.0)
+        acc = tl.zeros([BM, BN], tl.float32)
+        for start in range(0, R, BR):
+            r = start + tl.arange(0, BR)
+            xa = tl.load(xa_ptr + m[:, None] * R_in + r[None, :], mask=(m < M)[:, None] & (r < R)[None, :], other=0.0)
+            acc += product_for(xa, side_by_side(ws, strides, ranks, r[:, None], n[None, :], N), out_dtype)
+        acc *= factor
+        if HAS_KEEP:
+            acc = tl.where(kept(seed_ptr, limit, tile_m * 0, row.to(tl.int32), n0 + j * BN, BN), acc, 0.0)
+        total = held.to(tl.float32)
+        for i in tl.static_range(1, len(parts)):
+            total += tl.load(parts[i] + at, mask=live, other=0.0).to(tl.float32)
+        tl.store(parts[0] + at, total + acc, mask=live)
+        n = later
 
 
 @triton.jit
 def up(
     parts, seed_ptr, rows_ptr, g_ptr, ws, strides, ranks, limit, factor, M, C, R, lines,
-    HAS_KEEP: tl.constexpr, HAS_ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
+    HAS_KEEP: tl.constexpr, HAS_ROWS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """d_x: the members' parts and what comes through their adapters, added up once."""
     tiles_m = tl.cdiv(M, BM)
     tile_m = tl.program_id(0) % tiles_m
-    n0 = tl.program_id(0) // tiles_m * BN
-    _up_tile(
+    n0 = tl.program_id(0) // tiles_m * (BN * TILES)
+    _up_strip(
         parts, seed_ptr, rows_ptr, g_ptr, ws, strides, ranks, limit, factor, tile_m, n0, M, C, R, R, lines, HAS_KEEP,
-        HAS_ROWS, BM, BN, BR,
+        HAS_ROWS, BM, BN, BR, TILES,
     )  # fmt: skip
 
 
 @triton.jit
 def up_each(
     ys, rows_ptr, xa_ptr, ws, strides, ranks, factors, M, widths, R, lines,
-    HAS_ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
+    HAS_ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """y += factor * (x A^T) B^T of each member."""
     tiles_m = tl.cdiv(M, BM)
     tile_m = tl.program_id(0) % tiles_m
-    tile_n = tl.program_id(0) // tiles_m
+    strip = tl.program_id(0) // tiles_m
     before, first = 0, 0
     for i in tl.static_range(len(ys)):
-        count = tl.cdiv(widths[i], BN)
-        if (tile_n >= before) & (tile_n < before + count):
-            _up_tile(
+        count = tl.cdiv(widths[i], BN * TILES)
+        if (strip >= before) & (strip < before + count):
+            _up_strip(
                 (ys[i],), None, rows_ptr, xa_ptr + first, (ws[i],), (strides[i],), (ranks[i],), 0, factors[i], tile_m,
-                (tile_n - before) * BN, M, widths[i], ranks[i], R, lines, False, HAS_ROWS, BM, BN, BR,
+                (strip - before) * (BN * TILES), M, widths[i], ranks[i], R, lines, False, HAS_ROWS, BM, BN, BR, TILES,
             )  # fmt: skip
         before += count
         first += ranks[i]
@@ -200,7 +218,7 @@ def up_each(
 @triton.jit
 def _grad_tile(
     in_ptr, seed_ptr, rows_ptr, g_ptr, out_ptr, where, stride_r, stride_c, limit, factor, tile_c, tile_r, s, M, C, R,
-    R_in, rows_each, lines, HAS_KEEP: tl.constexpr, HAS_ROWS: tl.constexpr,
+    R_in, rows_each, lines, SPLIT: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_ROWS: tl.constexpr,
     BM: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """out[r, c] = factor * sum over the s-th range of rows of g[m, r] masked(in)[m, c]."""
@@ -213,7 +231,7 @@ def _grad_tile(
         m = s * rows_each + start + tl.arange(0, BM)
         row = place(rows_ptr, m, stop, lines, HAS_ROWS)
         live = (m < stop)[:, None] & (c < C)[None, :]
-        line_ptr = in_ptr + (row // where[0]) * where[1] + (row % where[0]) * where[2]
+        line_ptr = in_ptr + start_of(row, where, SPLIT)
         h = tl.load(line_ptr[:, None] + c[None, :] * where[3], mask=live, other=0.0)
         if HAS_KEEP:
             h = tl.where(kept(seed_ptr, limit, tile_c * 0, row.to(tl.int32), c0, BC), h, tl.zeros_like(h))
@@ -227,7 +245,7 @@ def _grad_tile(
 @triton.jit
 def grads(
     ins, seed_ptr, rows_ptr, partners, columns, out_ptr, wheres, places, strides, limit, factors, M, widths, ranks, R,
-    total, rows_each, splits, lines, HAS_KEEP: tl.constexpr, HAS_ROWS: tl.constexpr,
+    total, rows_each, splits, lines, SPLIT: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_ROWS: tl.constexpr,
     BM: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """All gradients of A and B, out [splits, total]; dropout's mask is for the first product, that of x."""
@@ -241,6 +259,6 @@ def grads(
             _grad_tile(
                 ins[i], seed_ptr, rows_ptr, partners[i] + columns[i], out_ptr + s * total + places[i], wheres[i],
                 strides[i][0], strides[i][1], limit, factors[i], (tile - before) % tiles_c, (tile - before) // tiles_c,
-                s, M, widths[i], ranks[i], R, rows_each, lines, HAS_KEEP and i == 0, HAS_ROWS, BM, BC, BR,
+                s, M, widths[i], ranks[i], R, rows_each, lines, SPLIT, HAS_KEEP and i == 0, HAS_ROWS, BM, BC, BR,
             )  # fmt: skip
         before += count

@@ -20,6 +20,7 @@ class Tile:
     BN: int = 64
     splits: int = 1
     width: int = 64  # features of a split, whole tiles
+    tiles: int = 1  # of BN columns, one after another in a program
     programs: int = 0  # without the splits
     warps: int = 4
 
@@ -36,12 +37,13 @@ def down(M: int, C: int, R: int, wide: bool, members: int = 1) -> Tile:
 
 def up(M: int, R: int) -> Tile:
     """y [M, N] += x A^T [M, R] B^T [R, N]: bound by y's bytes."""
-    return Tile(_rows(M), BR=_ranks(R, 32), BN=128, warps=8 if R > 16 else 4)
+    return Tile(_rows(M), BR=_ranks(R, 64), BN=64, tiles=4 if M > 32 else 1, warps=8 if R > 16 else 4)
 
 
 def grads(M: int, products: list[tuple[int, int]], wide: bool) -> Tile:
     """(features, rank) of each product [rank, M] [M, features]; the rows are shared out among programs."""
-    BC, BR = 64, _ranks(max(R for _, R in products), 32 if wide else 64)
+    BR = _ranks(max(R for _, R in products), 32 if wide else 64)
+    BC = 64 if wide else 128 if BR > 16 else 256  # the partner is taken apart once for so many features
     programs = sum(_cdiv(C, BC) * _cdiv(R, BR) for C, R in products)
     splits = max(1, min(GRAD_SPLITS, _cdiv(M, SPLIT_ROWS), _cdiv(GRAD_PROGRAMS, max(programs, 1))))
     return Tile(32, BC, BR, splits=splits, programs=programs, warps=_warps(BR, wide))
