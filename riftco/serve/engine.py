@@ -401,6 +401,13 @@ class Engine:
     def _compiled(self, key: AdapterSet, rows: int = 1) -> CompiledDecoder | None:
         return self.compiled_steps.find(key, self.bank.layers(key), lambda: self.bank.serving(key), rows)
 
+    @torch.no_grad()
+    def hidden(self, tokens: Sequence[int], runs: Sequence[tuple[int, int]], cache: KVCache, key: AdapterSet) -> Tensor:
+        """Hidden states [T, C] of runs (slot, count) of tokens behind what `cache` holds, which is not the slots'."""
+        with self.bank.serving(key):
+            ids = torch.tensor(tokens, device=self.model.device)
+            return self.model.hidden(ids, kv_cache=cache.begin(runs))
+
     def _any_rows(self, batch: Batch, counts: list[tuple[int, int]], key: AdapterSet) -> Served:
         """The forward of prompts and guesses, of whatever lengths."""
         device = self.model.device

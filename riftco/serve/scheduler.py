@@ -63,7 +63,7 @@ class Scheduler:
         self.engine, self.limit, self.speculate, self.clock = engine, queue, speculate, clock
         self.waiting: deque[Ticket] = deque()
         self.turns: dict[int, Turn] = {}
-        self.tasks: deque[tuple[int, Callable[[], Any], Future]] = deque()
+        self.tasks: deque[tuple[int | None, Callable[[], Any], Future]] = deque()
         self.totals = Totals()
         self.duty = DutyCycle(duty, busy=self._busy, stopped=lambda: self._stopping, clock=clock)
         self.lock = threading.RLock()  # held for an iteration: between two of them others may use the engine
@@ -96,11 +96,22 @@ class Scheduler:
         Raises:
             Refused: there is no such slot, or this is closed.
         """
+        return self._later(self.engine.slot(slot).id, task)
+
+    def between(self, task: Callable[[], Any]) -> Future:
+        """Run something that changes no slot between two iterations, one such task each time.
+
+        Raises:
+            Refused: this is closed.
+        """
+        return self._later(None, task)
+
+    def _later(self, slot: int | None, task: Callable[[], Any]) -> Future:
         with self._work:
             if self._stopping:
                 raise Refused("the scheduler is closed")
             result: Future = Future()
-            self.tasks.append((self.engine.slot(slot).id, task, result))
+            self.tasks.append((slot, task, result))
             self._work.notify()
             return result
 
@@ -219,11 +230,13 @@ class Scheduler:
             self._end(turn, Finished("cancelled", turn.slot.id, turn.cached, len(turn.prompt)))
 
     def _do_tasks(self) -> None:
-        """Run the tasks whose slot is between two turns, in the order that they came."""
+        """Run the tasks whose slot is between two turns, and one that is of no slot, in the order that they came."""
+        one = True
         for entry in list(self.tasks):
             slot, task, result = entry
-            if slot in self.turns:
+            if slot in self.turns or (slot is None and not one):
                 continue
+            one = one and slot is not None
             self.tasks.remove(entry)
             if not result.set_running_or_notify_cancel():
                 continue

@@ -17,7 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from ... import __version__
 from ..jobs import Jobs
 from ..saved_slots import SlotFiles
-from . import learning, messages, metrics, native, openai, page, responses, state, text, training
+from . import embeddings, learning, messages, metrics, native, openai, page, responses, state, text, training
 from .auth import Keys
 from .errors import ApiError, answer
 from .guard import Guard
@@ -144,6 +144,7 @@ def create_app(
 
     app.include_router(page.routes())
     app.include_router(text.routes(service))
+    app.include_router(embeddings.routes(service))
     app.include_router(state.routes(service, admin, slot_files))
     app.include_router(learning.routes(service, admin, train_dir))
     app.include_router(training.routes(service, jobs, admin, train_dir))
