@@ -179,7 +179,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     return [{**common, "learning": "on" if on else "off", **period.row()} for on, period in periods.items()]
 
 
-def main(arguments: list[str] | None = None, folder: pathlib.Path | None = None) -> int:
+def main(arguments: list[str] | None = None, folder: str | pathlib.Path | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SHAPES, default="tiny")
     parser.add_argument("--layers", type=int, default=0, help="fewer layers than the size has")

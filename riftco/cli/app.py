@@ -6,6 +6,7 @@ import typer
 
 from .. import __version__
 from . import (
+    bench,
     chat,
     data,
     doctor,
@@ -58,3 +59,4 @@ app.command("memory")(memory.memory)
 app.command("explain")(explain.explain)
 app.command("doctor")(doctor.doctor)
 app.add_typer(data.app, name="data")
+app.add_typer(bench.app, name="bench")

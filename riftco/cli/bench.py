@@ -1,0 +1,35 @@
+"""riftco bench: the measurements of riftco.bench, each with its own options; rows go to bench-results/."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+import typer
+
+from .errors import command
+
+app = typer.Typer(help="Measure, with random weights.", no_args_is_help=True, rich_markup_mode=None)
+BENCHES = {
+    "ops": ("run", "Every op beside its peers."),
+    "e2e": ("e2e", "A training step beside transformers + PEFT + bitsandbytes."),
+    "step-graph": ("step_graph", "A training step, eager and recorded."),
+    "learn-live": ("learn_live", "What neighbours notice of a learn: gaps between tokens, memory, the loss."),
+    "learn-memory": ("learn_memory", "A learn's memory and time over long windows."),
+    "decode": ("decode", "Tokens/s of decoding, beside what reading the weights allows."),
+    "load-memory": ("load_memory", "The peak of loading a sharded model as NF4."),
+}
+ALL = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+
+
+def _passed_on(module: str) -> Callable[[typer.Context], None]:
+    def run(context: typer.Context) -> None:
+        status = importlib.import_module(f"..bench.{module}", __package__).main(context.args, folder="bench-results")
+        if status:
+            raise typer.Exit(status)
+
+    return run
+
+
+for _name, (_module, _help) in BENCHES.items():
+    app.command(_name, help=_help, context_settings=ALL)(command(_passed_on(_module)))
