@@ -120,7 +120,7 @@ class Tokenizer:
             return self.hf.apply_chat_template(
                 [dict(m) for m in messages], tokenize=False, add_generation_prompt=add_generation_prompt, **options
             )
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as why:
+        except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError, OverflowError) as why:
             raise ModelError(f"the chat template refuses these messages: {why}") from why
 
     def save(self, folder: str | os.PathLike[str]) -> None:

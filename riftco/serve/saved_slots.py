@@ -96,14 +96,14 @@ class SlotFiles:
         tensors = {"tokens": torch.tensor(saved.tokens, dtype=torch.int64)}
         tensors |= {f"rows.{g}.{i}": t.cpu().contiguous() for g, i, t in _tensors(saved.rows)}
         about = {
-            "format": FORMAT, "base": self.base, "digest": digest(tensors),
-            "uses": json.dumps([[use.id, use.version, use.scale, was] for use, was in saved.uses]),
-            "first": json.dumps([first for first, _ in saved.rows.rows]), "end": str(saved.rows.end),
+            "base": self.base, "digest": digest(tensors),
+            "uses": [[use.id, use.version, use.scale, was] for use, was in saved.uses],
+            "first": [first for first, _ in saved.rows.rows], "end": saved.rows.end,
         }  # fmt: skip
         handle, fresh = tempfile.mkstemp(prefix=".writing-", dir=self.folder)
         os.close(handle)
         try:
-            save_file(tensors, fresh, about)
+            save_file(tensors, fresh, {FORMAT: json.dumps(about)})  # one name: their order is not fixed
             fsync(pathlib.Path(fresh))
             os.replace(fresh, path)  # a link of this name is replaced, not followed
         except BaseException:
@@ -145,19 +145,16 @@ def _tensors(rows: Snapshot) -> Iterator[tuple[int, int, Tensor]]:
 
 def _metadata(data: bytes) -> Mapping[str, Any]:
     size = int.from_bytes(data[:8], "little")
-    about = json.loads(data[8 : 8 + size])["__metadata__"]
-    if about["format"] != FORMAT:
-        raise ValueError(f"format {about['format']!r}")
-    return about
+    return json.loads(json.loads(data[8 : 8 + size])["__metadata__"][FORMAT])
 
 
 def _saved(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SavedSlot:
     rows = []
-    for group, first in enumerate(json.loads(about["first"])):
+    for group, first in enumerate(about["first"]):
         n = sum(name.startswith(f"rows.{group}.") for name in tensors)
-        rows.append((int(first), tuple(tensors[f"rows.{group}.{i}"] for i in range(n))))
-    uses = tuple((Use(id, version, scale), was) for id, version, scale, was in json.loads(about["uses"]))
-    return SavedSlot(tensors["tokens"].tolist(), uses, Snapshot(0, int(about["end"]), tuple(rows), {}))
+        rows.append((first, tuple(tensors[f"rows.{group}.{i}"] for i in range(n))))
+    uses = tuple((Use(id, version, scale), was) for id, version, scale, was in about["uses"])
+    return SavedSlot(tensors["tokens"].tolist(), uses, Snapshot(0, about["end"], tuple(rows), {}))
 
 
 def file_in(folder: pathlib.Path, name: str) -> pathlib.Path:

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..sampling import Sampling
 
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def characters(cls, given: Any) -> Any:
+        """Half of a surrogate pair is valid JSON, and no text that can be answered with."""
+        for name, value in given.items() if isinstance(given, dict) else ():
+            try:
+                f"{name}{value if isinstance(value, str) else ''}".encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"{name!a} holds half of a surrogate pair, which is no character") from None
+        return given
 
 
 class LoraUse(BaseModel):

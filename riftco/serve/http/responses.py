@@ -72,7 +72,9 @@ def _text(content: Any, where: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(part, dict) or kind not in ("input_text", "output_text", "text"):
             raise ApiError(400, f"{where} holds a part of type {kind!r}, not text", param="input")
-        text += str(part["text"])
+        if not isinstance(part.get("text"), str):
+            raise ApiError(400, f"{where} holds a part without its text", param="input")
+        text += part["text"]
     return text
 
 

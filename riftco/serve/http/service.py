@@ -23,6 +23,12 @@ from ..scheduler import Scheduler
 from .errors import ApiError
 from .models import LearnOptions, LoraUse
 
+# names of the calls between a request and its template, which a request may not set; chat_template is code
+OURS = frozenset((
+    "self", "tokenizer", "messages", "conversation", "chat_template", "add_generation_prompt", "continue_final_message",
+    "tokenize", "tokenizer_kwargs", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask",
+))  # fmt: skip
 REMEMBERED = 1024  # learn ids whose outcome is kept for a client that asks again
 
 
@@ -69,6 +75,8 @@ class Service:
 
     def prompt_of(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
         """The tokens that a conversation is served with, and learned behind."""
+        if taken := OURS & options.keys():
+            raise ApiError(400, f"chat_template_kwargs: {min(taken)} is no option of a template")
         try:
             return serving_prompt_tokens(self.tokenizer, messages, **options)
         except (ModelError, Refused) as why:

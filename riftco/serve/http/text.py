@@ -25,7 +25,7 @@ class Detokenize(Body):
 
 
 class Template(Body):
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
