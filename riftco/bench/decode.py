@@ -20,13 +20,13 @@ from ..models import Decoder
 from ..serve import Engine, Request, Scheduler
 from . import timing
 from .engines import METHODS, SHAPES, random_decoder, random_tokens
-from .machine import machine_columns
+from .machine import machine_columns, reason_of
 from .rows import append, line
 
 COLUMNS = (
-    "size", "layers", "method", "cache", "slots", "context", "graphs", "tokens", "tokens_s", "median_ms", "p10_ms",
-    "p90_ms", "kernels", "kernels_a_layer", "read_gib", "bound_tokens_s", "of_bound", "device", "machine", "date",
-    "commit", "torch", "triton", "threads",
+    "size", "layers", "method", "cache", "slots", "context", "graphs", "status", "why", "tokens", "tokens_s",
+    "median_ms", "p10_ms", "p90_ms", "kernels", "kernels_a_layer", "read_gib", "bound_tokens_s",
+    "of_bound", "device", "machine", "date", "commit", "torch", "triton", "threads",
 )  # fmt: skip
 WARM_UP = 8  # steps before anything is timed; within them graphs are captured
 GRAPHS = {"off": False, "on": True}
@@ -93,42 +93,60 @@ def read_bytes(model: Decoder, engine: Engine, context: int) -> int:
     return sum(held.values()) + engine.cache.nbytes * context // engine.window
 
 
-def run(args: argparse.Namespace, out: pathlib.Path) -> None:
+def measure(engine: Engine, args: argparse.Namespace, context: int, bandwidth: float, want: list) -> dict[str, Any]:
+    """A row; `want` holds the replies of the run before it, if there was one, and then this one's."""
+    scheduler = fill(engine, context)
+    replies, times = decode(scheduler, context, args.tokens)
+    if want and replies != want:
+        different = sum(a != b for a, b in zip(replies, want))
+        raise Wrong(f"{different} of {len(want)} replies differ from the steps before")
+    want[:] = replies
+    step, slots = timing.summary([1e3 * t for t in times]), len(engine.slots)
+    read = read_bytes(engine.model, engine, context)
+    row: dict[str, Any] = {
+        "status": "ok", "tokens": slots * len(times), "tokens_s": slots * len(times) / sum(times),
+        "median_ms": step.median_ms, "p10_ms": step.p10_ms, "p90_ms": step.p90_ms, "read_gib": read / 2**30,
+        "bound_tokens_s": slots * bandwidth / read,
+    }  # fmt: skip
+    row["of_bound"] = row["tokens_s"] / row["bound_tokens_s"]
+    if engine.model.device.type == "cuda" and recorded(engine) != "on":
+        row["kernels"] = kernels(scheduler, context)
+        row["kernels_a_layer"] = row["kernels"] / engine.model.config.num_layers
+    return row
+
+
+def run(args: argparse.Namespace, out: pathlib.Path) -> int:
+    """All rows; returns the exit status."""
     device = "cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu"
     model = random_decoder(args.size, args.method, device, args.layers)
     bandwidth = 1e9 * timing.roofs(device, torch.bfloat16 if device == "cuda" else torch.float32)["copy_gb_s"]
+    common = {
+        "size": args.size, "layers": model.config.num_layers, "method": args.method, "cache": args.cache,
+        "device": device, **machine_columns(device),
+    }  # fmt: skip
+    status = 0
     for context in args.contexts:
         for slots in args.slots:
-            want: list[list[int]] | None = None
+            want: list[list[int]] = []
             for graphs in args.graphs:
                 engine = Engine(
                     model, slots=slots, window=context + args.tokens + WARM_UP + 1, cache_dtype=args.cache,
                     cuda_graphs=GRAPHS[graphs],
                 )  # fmt: skip
-                scheduler = fill(engine, context)
-                replies, times = decode(scheduler, context, args.tokens)
-                if want is not None and replies != want:
-                    raise Wrong(f"{slots} slots, context {context}: replies differ with graphs {graphs}")
-                want = replies
-                step = timing.summary([1e3 * t for t in times])
-                read = read_bytes(model, engine, context)
-                bound = slots * bandwidth / read
-                row: dict[str, Any] = {
-                    "size": args.size, "layers": model.config.num_layers, "method": args.method, "cache": args.cache,
-                    "slots": slots, "context": context, "graphs": recorded(engine), "tokens": slots * len(times),
-                    "tokens_s": slots * len(times) / sum(times), "median_ms": step.median_ms, "p10_ms": step.p10_ms,
-                    "p90_ms": step.p90_ms, "read_gib": read / 2**30, "bound_tokens_s": bound, "device": device,
-                    **machine_columns(device),
-                }  # fmt: skip
-                row["of_bound"] = row["tokens_s"] / bound
-                row["kernels"] = row["kernels_a_layer"] = ""
-                if device == "cuda" and not GRAPHS[graphs]:
-                    row["kernels"] = kernels(scheduler, context)
-                    row["kernels_a_layer"] = row["kernels"] / model.config.num_layers
-                print(line(row, COLUMNS[:17]), flush=True)
+                try:
+                    row = measure(engine, args, context, bandwidth, want)
+                except Wrong as wrong:
+                    row = {"status": "wrong", "why": str(wrong)}
+                except Exception as failed:  # out of memory, for one; reported with its reason
+                    row = {"status": "failed", "why": reason_of(failed)}
+                row = dict.fromkeys(COLUMNS, "") | common | row
+                row |= {"slots": slots, "context": context, "graphs": recorded(engine)}
+                print(line(row, COLUMNS[:19]), flush=True)
                 append(out, COLUMNS, [row])
-                del engine, scheduler
+                status |= int(row["status"] != "ok")
+                del engine
                 gc.collect()
+    return status
 
 
 def main(arguments: list[str] | None = None, folder: str | pathlib.Path = "bench-results") -> int:
@@ -148,9 +166,9 @@ def main(arguments: list[str] | None = None, folder: str | pathlib.Path = "bench
         parser.error("sizes are 1 or more")
     kind = "cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu"
     out = args.out or pathlib.Path(folder) / f"{datetime.date.today()}-decode-{kind}.csv"
-    run(args, out)
+    status = run(args, out)
     print(f"written to {out}")
-    return 0
+    return status
 
 
 if __name__ == "__main__":

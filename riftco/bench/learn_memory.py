@@ -25,11 +25,12 @@ from ..serve import Engine
 from ..train.chunked import adjoint_bytes
 from . import timing
 from .engines import ADAPTER, LR, METHODS, SHAPES, learning_engine, random_decoder, random_tokens, read, wait
-from .machine import machine_columns
+from .machine import machine_columns, reason_of
 from .rows import append, line
 
 COLUMNS = (
-    "size", "layers", "method", "cache", "slots", "window", "prefix", "reply", "chunk", "recompute", "weights_gib",
+    "size", "layers", "method", "cache", "slots", "window", "prefix", "reply", "chunk", "recompute", "status",
+    "why", "weights_gib",
     "cache_gib", "reserved_gib", "learner_mib", "adjoint_mib", "learn_peak_mib", "plain_peak_mib", "learn_ms",
     "gradients_ms", "plain_ms", "ratio", "first_loss", "last_loss", "cosine", "norm_ratio", "device", "machine",
     "date", "commit", "torch", "triton", "threads",
@@ -158,33 +159,42 @@ def measure(engine: Engine, reply: int, repeats: int) -> dict[str, Any]:
     if not losses[-1] < first:
         raise Wrong(f"the loss does not fall over learns of one reply: {losses}")
     return {
-        "prefix": lesson.prefix, "reserved_gib": reserved / GIB, "learner_mib": learner / MIB,
+        "status": "ok", "prefix": lesson.prefix, "reserved_gib": reserved / GIB, "learner_mib": learner / MIB,
         "adjoint_mib": adjoint_bytes(engine.model, reply) / MIB, "learn_peak_mib": peak / MIB,
         "plain_peak_mib": plain_peak / MIB, "ratio": times["learn_ms"] / times["plain_ms"],
         "first_loss": first, "last_loss": losses[-1], **times, **right,
     }  # fmt: skip
 
 
-def run(args: argparse.Namespace, out: pathlib.Path) -> None:
+def run(args: argparse.Namespace, out: pathlib.Path) -> int:
+    """All windows; returns the exit status."""
     device = "cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu"
     model = random_decoder(args.size, args.method, device, args.layers)
-    weights = held(device)
+    weights, status = held(device), 0
     for window in args.windows:
         engine = learning_engine(
             model, slots=args.slots, window=window, cache_dtype=args.cache, chunk=args.chunk, recompute=args.recompute
         )
-        row = {
+        try:
+            measured = measure(engine, args.reply, args.repeats)
+        except Wrong as wrong:
+            measured = {"status": "wrong", "why": str(wrong)}
+        except Exception as failed:  # out of memory, for one; reported with its reason
+            measured = {"status": "failed", "why": reason_of(failed)}
+        row = dict.fromkeys(COLUMNS, "") | {
             "size": args.size, "layers": model.config.num_layers, "method": args.method, "cache": args.cache,
             "slots": args.slots, "window": window, "reply": args.reply, "chunk": args.chunk,
             "recompute": args.recompute, "weights_gib": weights / GIB, "cache_gib": engine.cache.nbytes / GIB,
-            "device": device, **measure(engine, args.reply, args.repeats), **machine_columns(device),
+            "device": device, **machine_columns(device), **measured,
         }  # fmt: skip
-        print(line(row, COLUMNS[:25]), flush=True)
+        print(line(row, COLUMNS[:27]), flush=True)
         append(out, COLUMNS, [row])
+        status |= int(row["status"] != "ok")
         del engine
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
+    return status
 
 
 def main(arguments: list[str] | None = None, folder: str | pathlib.Path = "bench-results") -> int:
@@ -206,9 +216,9 @@ def main(arguments: list[str] | None = None, folder: str | pathlib.Path = "bench
         parser.error("sizes are 1 or more, and a window is larger than the reply")
     kind = "cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu"
     out = args.out or pathlib.Path(folder) / f"{datetime.date.today()}-learn-memory-{kind}.csv"
-    run(args, out)
+    status = run(args, out)
     print(f"written to {out}")
-    return 0
+    return status
 
 
 if __name__ == "__main__":

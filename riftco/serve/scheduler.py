@@ -312,8 +312,8 @@ class Scheduler:
             last = len(rows) == len(pending)
             turn.draft = self._guess(turn, room) if last else []
             ends[turn.slot.id] = held + len(rows)
-            guessed = {**ends, turn.slot.id: held + len(rows) + len(turn.draft)}
-            if not self.engine.fits(guessed):
+            guessed = held + len(rows) + len(turn.draft)
+            if turn.draft and not self.engine.fits({**ends, turn.slot.id: guessed}):
                 turn.draft = []
             ends[turn.slot.id] += len(turn.draft)
             room -= len(turn.draft)
