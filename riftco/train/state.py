@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import tpu
 
+SLAB, ALIGNED = 64 << 20, 64  # bytes of a piece, a power of two, to which pinned memory is rounded; of a tensor's start
+
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
     """The state of torch's generators that a step draws from (dropout)."""
@@ -36,9 +38,27 @@ def set_random_state(states: Mapping[str, Tensor], device: torch.device) -> None
 
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies in the host's memory, pinned where they come from a GPU: all are queued, then waited for once."""
-    copies = {n: t.detach().contiguous().to("cpu", non_blocking=t.is_cuda, copy=True) for n, t in tensors.items()}
-    for device in {t.device for t in tensors.values() if t.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
+    there = {n: t.detach() for n, t in tensors.items() if t.is_cuda}
+    copies = {n: t.detach().contiguous().to("cpu", copy=True) for n, t in tensors.items() if n not in there}
+    if there:
+        copies |= in_slabs(there, pinned=True)
+        for device in {t.device for t in there.values()}:
+            torch.cuda.current_stream(device).synchronize()
+    return {name: copies[name] for name in tensors}
+
+
+def in_slabs(tensors: Mapping[str, Tensor], pinned: bool) -> dict[str, Tensor]:
+    """Copies that lie side by side in a few pieces of the host's memory, of which pinned ones are dear to get. Those
+    from a GPU are on their way when this returns."""
+    copies, room = {}, torch.empty(0, dtype=torch.uint8)
+    left = sum(-(-t.nbytes // ALIGNED) * ALIGNED for t in tensors.values())
+    for name, t in tensors.items():
+        need = -(-t.nbytes // ALIGNED) * ALIGNED
+        if need > len(room):
+            room = torch.empty(max(need, min(left, SLAB)), dtype=torch.uint8, pin_memory=pinned)
+        copies[name] = room[: t.nbytes].view(t.dtype).view(t.shape)
+        copies[name].copy_(t, non_blocking=pinned)
+        room, left = room[need:], left - need
     return copies
 
 
