@@ -30,16 +30,21 @@ def plain_messages(messages: Messages) -> list[dict[str, Any]]:
     Raises:
         Refused: media, or calls that are none.
     """
-    made = []
+    made: list[dict[str, Any]] = []
+    called: dict[str, str] = {}  # id of a call -> its tool, which some templates want beside the answer
     for i, message in enumerate(messages):
         plain = {**message, "role": "system"} if message.get("role") == "developer" else dict(message)
         if isinstance(plain.get("content"), list):
             plain["content"] = _text(plain["content"], f"messages.{i}.content")
         if plain.get("tool_calls"):
             plain["content"] = plain.get("content") or ""
-            plain["tool_calls"] = [_call(c, f"messages.{i}.tool_calls") for c in plain["tool_calls"]]
+            calls = plain["tool_calls"] if isinstance(plain["tool_calls"], list) else [plain["tool_calls"]]
+            plain["tool_calls"] = [_call(c, f"messages.{i}.tool_calls") for c in calls]
+            called |= {str(c.get("id")): c["function"]["name"] for c in plain["tool_calls"]}
         else:
             plain.pop("tool_calls", None)
+        if plain.get("role") == "tool" and str(plain.get("tool_call_id")) in called:
+            plain.setdefault("name", called[str(plain["tool_call_id"])])
         made.append(plain)
     return made
 

@@ -97,7 +97,11 @@ class Grammars:
         start = LLMatcher(tokens, lark, log_level=0)
         if start.is_error():
             raise Refused(f"the grammar is refused: {start.get_error().strip()[:1000]}")
-        return Grammar(start, self.vocab, (tokens.vocab_size + 31) // 32)
+        made = Grammar(start, self.vocab, (tokens.vocab_size + 31) // 32)
+        first = made.matcher()
+        if not bool(first.allowed(torch.device("cpu")).any()) or first.failure:
+            raise Refused("the grammar is refused: no reply can keep to it")
+        return made
 
 
 def text(literal: str) -> str:
@@ -116,10 +120,10 @@ def schema(of: Mapping[str, Any] | bool) -> str:
 def from_gbnf(grammar: str) -> str:
     """llama.cpp's way of writing grammars, as Lark."""
     try:
-        from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+        from llguidance.gbnf_to_lark import any_to_lark
     except ImportError:
         return grammar  # compile says what is missing
     try:
         return any_to_lark(grammar)
-    except GbnfToLarkError as why:
-        raise Refused(f"the grammar is refused: {why}") from None
+    except Exception as why:  # its reader raises errors of its own, and Python's, for what is no grammar
+        raise Refused(f"the grammar is refused: {str(why)[:1000]}") from None

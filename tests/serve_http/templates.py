@@ -3,7 +3,8 @@
 TURNS = """{%- for m in messages %}
 {%- if m.tool_calls %}{{ '<|im_start|>assistant\\n' + m.content }}
 {%- for c in m.tool_calls %}CALL{% endfor %}{{ '<|im_end|>\\n' }}
-{%- elif m.role == 'tool' %}{{ '<|im_start|>user\\n<tool_response>' + m.content + '</tool_response><|im_end|>\\n' }}
+{%- elif m.role == 'tool' %}{{ '<|im_start|>user\\n<tool_response name=' + m.name + '>' + m.content }}
+{{- '</tool_response><|im_end|>\\n' }}
 {%- else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
 {%- endif %}{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 TOOLS = "{%- if tools %}{{ '<|im_start|>system\\nWrite ' }}HOW{{ '\\n' + tools | tojson + '<|im_end|>\\n' }}{% endif %}"

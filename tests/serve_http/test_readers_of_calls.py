@@ -9,7 +9,7 @@ from riftco.serve.calls.formats import Hermes, Llama
 from riftco.serve.calls.xml import Xml
 
 TOOLS = {
-    "look": Tool("look", None, {"properties": {"where": {"type": "string"}, "n": {"type": "integer"}}}),
+    "look": Tool("look", "", {"properties": {"where": {"type": "string"}, "n": {"type": "integer"}}}),
     "wait": Tool("wait"),
 }  # fmt: skip
 KEY = Call("look", '{"where": "under the mat"}')

@@ -141,7 +141,13 @@ def test_bad_requests(url):
         body = {"messages": ASK, "response_format": given}
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
         assert answer.status_code == 400 and why in answer.json()["error"]["message"], answer.text
-    for body in ({"grammar": "root ::= (("}, {"grammar": 'root ::= "a"', "json_schema": {}}):
+    deep = "root ::= " + "(" * 100_000
+    for body in (
+        {"grammar": "root ::= (("},
+        {"grammar": deep},
+        {"json_schema": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}},
+        {"grammar": 'root ::= "a"', "json_schema": {}},
+    ):
         assert httpx.post(f"{url}/completion", json={"prompt": "x", **body}, timeout=60).status_code == 400
 
 

@@ -171,6 +171,7 @@ def test_a_conversation_with_calls_goes_on_in_each_dialect_alike(gpt, claude, ur
     assert answer.choices[0].message.content == "Under the mat." == said.content[0].text
     assert answer.choices[0].finish_reason == "stop" and not answer.choices[0].message.tool_calls
     assert len(set(prompts)) == 1 and IN_PROMPT[kind] in prompts[0] and "A key." in prompts[0]
+    assert "<tool_response name=look>" in prompts[0]
     assert '"name": "look"' in prompts[0] and "Look somewhere." in prompts[0], "the tools are in the prompt"
 
 
@@ -187,6 +188,16 @@ def test_without_tools_a_call_is_text(gpt, made, kind):
         none = gpt.chat.completions.create(model="m", messages=ASK, tools=CHAT_TOOLS, tool_choice="none")
     for answer in (plain, none):
         assert "look" in answer.choices[0].message.content and not answer.choices[0].message.tool_calls
+
+
+def test_tools_that_may_not_be_called_are_in_the_prompt_all_the_same(gpt, made, kind):
+    others = [*CHAT_TOOLS, {"type": "function", "function": {"name": "wait"}}]
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "wait"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    with says(made, SAID[kind]):
+        answer = gpt.chat.completions.create(model="m", messages=ASK, tools=others, tool_choice=choice)
+    assert not answer.choices[0].message.tool_calls and "look" in answer.choices[0].message.content
+    assert '"name": "look"' in prompt_of(made) and '"name": "wait"' in prompt_of(made)
 
 
 def test_one_call_where_there_may_be_no_more(gpt, claude, made, kind):
@@ -237,6 +248,13 @@ BAD = {
     "tool_choice asks for a call": {"tools": [], "tool_choice": "required"},
     "arguments of 'look' are no JSON": {"messages": [*ASK, {"role": "assistant", "tool_calls": [
         {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{"}}]}]},
+    "tools.0.function.properties": {"tools": [{"type": "function", "function": {
+        "name": "a", "parameters": {"properties": 5}}}]},
+    "tools.0.function.type": {"tools": [{"type": "function", "function": {
+        "name": "a", "parameters": {"type": "string"}}}]},
+    "tool_choice: no tool 'None'": {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": [
+        {"type": "function", "function": {}}]}}},
+    "messages.1.tool_calls must be of functions": {"messages": [*ASK, {"role": "assistant", "tool_calls": 5}]},
     "messages.0.content holds a part of type 'image_url'": {
         "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
 }  # fmt: skip
@@ -263,7 +281,7 @@ def test_a_model_without_tools_says_so(tokenizer):
         ):
             answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": ASK, **body}, timeout=60)
             assert answer.status_code == 400 and why in answer.json()["error"]["message"]
-    odd = service(templated(tokenizer, "{{ tools }}" + tokenizer.hf.chat_template))
+    odd = service(templated(tokenizer, "{{ tools }}<tool_call><arg_key>" + tokenizer.hf.chat_template))
     with served(odd) as url:
         answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": ASK, "tools": CHAT_TOOLS}, timeout=60)
         assert answer.status_code == 400 and "in a format that is not known here" in answer.json()["error"]["message"]

@@ -13,13 +13,14 @@ class Tool:
     """A function: its name, what it is for, and a JSON schema of its arguments."""
 
     name: str
-    description: str | None = None
+    description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
 
     def as_template(self) -> dict[str, Any]:
-        """As chat templates take it."""
-        described = {} if self.description is None else {"description": self.description}
-        return {"type": "function", "function": {"name": self.name, **described, "parameters": dict(self.parameters)}}
+        """As chat templates take it; some read fields that requests may leave out."""
+        parameters = {"type": "object", "properties": {}, **self.parameters}
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
+        return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -125,11 +126,11 @@ def format_of(tokenizer: Tokenizer) -> Format:
     template = tokenizer.template(tools=True)
     if "tools" not in template:
         raise Refused("this model's chat template takes no tools; send none, or serve a model that was made for them")
-    if "<function=" in template:
+    if Hermes.open in template and "<function=" in template:
         return xml.Xml()
-    if Hermes.open in template:
+    if Hermes.open in template and re.search(r'"arguments\\?"', template):
         return Hermes()
-    if Llama.special[0] in template or '"parameters":' in template:
+    if Llama.special[0] in template or ("<|start_header_id|>" in template and '"parameters":' in template):
         return Llama()
     raise Refused(
         "this model's chat template asks for calls in a format that is not known here; known: <tool_call>{json}, "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -28,13 +28,25 @@ class Function(BaseModel):
 
     def tool(self) -> Tool:
         found = self.parameters or self.input_schema or {"properties": {}}
-        return Tool(self.name, self.description, {"type": "object", **found})
+        return Tool(self.name, self.description or "", {"type": "object", **found})
+
+
+class Parameters(BaseModel):
+    """What is read of a function's parameters before the grammar's compiler reads them whole."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["object"]
+    properties: dict[str, dict[str, Any] | bool] = Field(default_factory=dict)
+    required: list[str] = Field(default_factory=list)
 
 
 def function_of(given: Any, where: str) -> Tool:
-    """A tool of a request; refused where it is no function."""
+    """A tool of a request; refused where it is no function, or its parameters are no schema of an object."""
     try:
-        return Function.model_validate(given).tool()
+        tool = Function.model_validate(given).tool()
+        Parameters.model_validate(tool.parameters)
+        return tool
     except ValidationError as why:
         first = why.errors()[0]
         at = ".".join(str(part) for part in (where, *first["loc"]))
@@ -46,13 +58,15 @@ class Asked:
     """Of one reply.
 
     Attributes:
-        tools: those that may be called.
+        tools: those that the prompt shows.
+        names: of these, the ones that may be called; None: all.
         must: whether one of them has to be.
         parallel: whether there may be several calls.
         lark: a grammar that the reply keeps to where it calls nothing; "": none.
     """
 
     tools: tuple[Tool, ...] = ()
+    names: tuple[str, ...] | None = None
     must: bool = False
     parallel: bool = True
     lark: str = ""
@@ -61,15 +75,18 @@ class Asked:
         """The chat template's options with the tools among them."""
         return {**given, "tools": [tool.as_template() for tool in self.tools]} if self.tools else dict(given)
 
-    def only(self, names: Sequence[str], where: str) -> Asked:
-        """The tools of these names alone."""
-        known = {tool.name for tool in self.tools}
+    @property
+    def callable(self) -> list[Tool]:
+        return [tool for tool in self.tools if self.names is None or tool.name in self.names]
+
+    def only(self, names: Sequence[str]) -> Asked:
+        """No other tools than these may be called."""
+        known = sorted({tool.name for tool in self.tools})
         for name in names:
             if name not in known:
-                raise ApiError(
-                    400, f"{where}: no tool {name!r}; tools: {', '.join(sorted(known)) or 'none'}", param=where
-                )
-        return Asked(tuple(t for t in self.tools if t.name in names), self.must, self.parallel, self.lark)
+                why = f"tool_choice: no tool {name!r}; tools: {', '.join(known) or 'none'}"
+                raise ApiError(400, why, param="tool_choice")
+        return replace(self, names=tuple(names))
 
     def format(self, service: Service) -> Format:
         try:
@@ -81,7 +98,7 @@ class Asked:
         """What finds calls in the reply."""
         if not self.tools:
             return None
-        return Reader(self.format(service), {t.name: t for t in self.tools}, None if self.parallel else 1)
+        return Reader(self.format(service), {t.name: t for t in self.callable}, None if self.parallel else 1)
 
     async def grammar(self, service: Service) -> grammar.Grammar | None:
         """What the reply must keep to; compiled on a thread, as it may take a second."""
@@ -99,10 +116,10 @@ class Asked:
             raise ApiError(400, str(why), param=None if self.must else "response_format") from None
 
     def _rules(self, service: Service) -> str:
-        if not self.tools:
+        if not self.callable:
             return self.lark
         format = self.format(service)
-        calls = format.rules(self.tools, self.parallel and format.many)
+        calls = format.rules(self.callable, self.parallel and format.many)
         if self.must:
             return f"start: calls\n{calls}"
         return f"start: calls | {self.lark.removeprefix('start: ')}\n{calls}"
@@ -159,7 +176,7 @@ def of_openai(tools: Sequence[Any] | None, choice: Any, parallel: bool | None, l
             raise ApiError(400, f"tools.{i}.type must be function; got {kind!r}", param="tools")
         function, where = (given.get("function"), f"tools.{i}.function") if nested else (given, f"tools.{i}")
         made.append(function_of(function, where))
-    asked = Asked(tuple(made), False, parallel is not False, lark)
+    asked = Asked(tuple(made), parallel=parallel is not False, lark=lark)
     if isinstance(choice, Mapping):
         return _chosen(asked, choice, nested)
     if choice in (None, "auto"):
@@ -174,9 +191,9 @@ def of_openai(tools: Sequence[Any] | None, choice: Any, parallel: bool | None, l
 
 
 def must(asked: Asked) -> Asked:
-    if not asked.tools:
+    if not asked.callable:
         raise ApiError(400, "tool_choice asks for a call, and there are no tools", param="tool_choice")
-    return Asked(asked.tools, True, asked.parallel, asked.lark)
+    return replace(asked, must=True)
 
 
 def _chosen(asked: Asked, choice: Mapping[str, Any], nested: bool) -> Asked:
@@ -185,8 +202,9 @@ def _chosen(asked: Asked, choice: Mapping[str, Any], nested: bool) -> Asked:
     if not isinstance(inner, Mapping) or kind not in ("function", "allowed_tools"):
         raise ApiError(400, f"tool_choice.type must be function or allowed_tools; got {kind!r}", param="tool_choice")
     if kind == "function":
-        named = must(asked.only([str(inner.get("name"))], "tool_choice"))
-        return Asked(named.tools, True, False, asked.lark)
-    allowed = [(t.get("function") or {}) if nested else t for t in inner.get("tools") or () if isinstance(t, Mapping)]
-    some = asked.only([str(t.get("name")) for t in allowed], "tool_choice")
+        return replace(must(asked.only([str(inner.get("name"))])), parallel=False)
+    given = inner.get("tools")
+    tools = [t for t in given if isinstance(t, Mapping)] if isinstance(given, list) else []
+    named = [t.get("function") if nested else t for t in tools]
+    some = asked.only([str(t.get("name")) for t in named if isinstance(t, Mapping)])
     return must(some) if inner.get("mode") == "required" else some

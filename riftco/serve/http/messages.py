@@ -104,7 +104,7 @@ def messages_asked(body: Asks) -> Asked:
         made.append(function_of(given, f"tools.{i}"))
     choice = body.tool_choice or {"type": "auto"}
     lark = of_schema((body.output_config or {}).get("format"), "output_config.format")
-    asked = Asked(tuple(made), False, not choice.get("disable_parallel_tool_use"), lark)
+    asked = Asked(tuple(made), parallel=not choice.get("disable_parallel_tool_use"), lark=lark)
     kind = choice.get("type")
     if kind == "auto":
         return asked
@@ -113,7 +113,7 @@ def messages_asked(body: Asks) -> Asked:
     if kind == "any":
         return must(asked)
     if kind == "tool":
-        return must(asked.only([str(choice.get("name"))], "tool_choice"))
+        return must(asked.only([str(choice.get("name"))]))
     raise ApiError(400, f"tool_choice.type must be auto, any, tool or none; got {kind!r}", param="tool_choice")
 
 
