@@ -29,6 +29,7 @@ import torch
 
 from ..models import Decoder, DecoderConfig, load_tokenizer, save_hf, smollm2_path
 from ..models.rotary import Rope
+from .machine import machine_columns
 
 WINDOW = 256
 ADMIN = "root"
@@ -187,8 +188,8 @@ async def many_clients(server: Server, clients: int, seconds: float) -> dict[str
     }  # fmt: skip
 
 
-def main(argv: list[str] | None = None) -> int:
-    from .serve_soak import soaked
+def main(argv: list[str] | None = None, folder: str | pathlib.Path | None = None) -> int:
+    from .serve_soak import soaked  # which uses what is here
 
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("what", choices=("clients", "soak"))
@@ -197,13 +198,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=120)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        model = small_model(folder / "model")
+        here = pathlib.Path(name)
+        model = small_model(here / "model")
         if args.what == "clients":
-            with serving(model, folder / "run", "--slots", str(args.slots)) as server:
+            with serving(model, here / "run", "--slots", str(args.slots)) as server:
                 result = asyncio.run(many_clients(server, args.clients, args.seconds))
         else:
-            result = soaked(model, folder / "run", args.seconds)
+            result = soaked(model, here / "run", args.seconds)
+    if folder is not None:
+        pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+        named = f"{time.strftime('%Y-%m-%d')}-serve-{args.what}.json"
+        (pathlib.Path(folder) / named).write_text(json.dumps({**machine_columns("cpu"), **result}, indent=1))
     for key, value in result.items():
         print(f"{key}: {value}")
     return 1 if result["errors"] else 0

@@ -17,6 +17,7 @@ BENCHES = {
     "learn-live": ("learn_live", "What neighbours notice of a learn: gaps between tokens, memory, the loss."),
     "learn-memory": ("learn_memory", "A learn's memory and time over long windows."),
     "decode": ("decode", "Tokens/s of decoding, beside what reading the weights allows."),
+    "serve-load": ("serve_load", "A server under many clients, or under everything at once for long."),
     "load-memory": ("load_memory", "The peak of loading a sharded model as NF4."),
 }
 ALL = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}

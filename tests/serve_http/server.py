@@ -17,11 +17,17 @@ from riftco.serve.http import Service, create_app
 WINDOW = 160
 
 
-def service(tokenizer, folder=None, slots=2, cache_dtype="float32", head=16, window=WINDOW, **options):
+def service(tokenizer, folder=None, slots=2, cache_dtype="float32", head=16, window=WINDOW, frozen=None, **options):
+    """`frozen` makes each linear layer of the base what it returns."""
     torch.manual_seed(3)
     config = DecoderConfig("llama", tokenizer.vocabulary_size, 32, 64, 2, 2, 1, head, window, Rope(head, 1e4))
     store = None if folder is None else Store(folder, "digest")
-    engine = Engine(Decoder(config), slots=slots, window=window, cache_dtype=cache_dtype, store=store)
+    model = Decoder(config)
+    for name, layer in list(model.model.named_modules()) if frozen else ():
+        if isinstance(layer, torch.nn.Linear):
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.model.get_submodule(parent), leaf, frozen(layer))
+    engine = Engine(model, slots=slots, window=window, cache_dtype=cache_dtype, store=store)
     if "live" not in engine.bank.adapters:
         engine.create("live", LoraSpec(rank=2, alpha=4), seed=1)
     return Service(engine, tokenizer, name="tiny", learns=folder is not None, **options)

@@ -3,12 +3,15 @@
 import json
 import time
 
+import gguf
 import httpx
 import pytest
 import torch
 from server import served, service
 
 from riftco.data import parse_record, render
+from riftco.functional import GGUFWeight
+from riftco.nn import GGUFLinear, NF4Linear
 
 CHAT = {"messages": [{"role": "user", "content": "Where is the key?"}], "max_tokens": 2}
 ROWS = [
@@ -148,3 +151,20 @@ def test_without_a_folder_there_is_no_training(tokenizer):
     with served(service(tokenizer)) as url:
         refused(httpx.post(f"{url}/train", json={**JOB, "records": ROWS}), 404, "does not learn")
         refused(httpx.get(f"{url}/train"), 404, "does not learn")
+
+
+def in_blocks(layer):
+    packed = torch.from_numpy(gguf.quants.quantize(layer.weight.detach().numpy(), gguf.GGMLQuantizationType.Q8_0))
+    return GGUFLinear.from_weight(GGUFWeight(packed, "Q8_0", tuple(layer.weight.shape)))
+
+
+@pytest.mark.parametrize("frozen", [NF4Linear.from_linear, in_blocks], ids=["nf4", "gguf"])
+def test_every_frozen_format_learns_by_both_routes(tokenizer, tmp_path, frozen):
+    """No weight that serves is opaque to a learn: layers in blocks have gradients for what goes into them."""
+    made = service(tokenizer, tmp_path, frozen=frozen)
+    with served(made) as url, httpx.Client(base_url=url, timeout=60) as client:
+        carried = {"learn": {"lora_id": "live", "lr": 1e-3, "reply": "On the hook."}}
+        outcomes = [client.post("/v1/chat/completions", json={**CHAT, **carried}).json()["learn"] for _ in range(3)]
+        job = ended(client, client.post("/train", json={**JOB, "records": ROWS[:1], "epochs": 3}).json()["id"])
+    assert all(outcome["success"] and outcome["gradient_norm"] > 0 for outcome in outcomes)
+    assert job["status"] == "done" and job["losses"][-1] < job["losses"][0]
