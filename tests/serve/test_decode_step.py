@@ -10,9 +10,13 @@ import torch
 from objective import LAYERS, SPEC, V, add, decoder, engine, prefill, tokens
 from recorded import Recorder, Tape, Waits, storage
 
+from riftco.bench.e2e import _block_linears, _replace
+from riftco.models import Decoder, DecoderConfig
 from riftco.models.held import all_held
 from riftco.models.joined import lay_side_by_side
 from riftco.models.kv_cache import RowStep
+from riftco.models.rotary import Rope
+from riftco.nn import NF4Linear
 from riftco.serve import Batch, Engine, Request, Sampling, Scheduler, decode_step
 from riftco.train.capture import CannotCapture
 
@@ -80,6 +84,30 @@ def test_it_agrees_with_the_forward_of_any_rows():
         for slot in range(3):
             prefill(e, slot, tokens(5 + slot, slot))
     torch.testing.assert_close(one_token(made, [0, 1, 2]).logits, one_token(plain, [0, 1, 2]).logits)
+
+
+@pytest.mark.parametrize("undo", [None, 0, 3])
+def test_sliding_windows(undo):
+    """Layer 0 sees 6 tokens, and keeps no more rows than that and what can be taken back."""
+    config = DecoderConfig(
+        "gemma3_text", V, 64, 64, LAYERS, 4, 2, 32, 64, Rope(32, 1e4), qk_norm=True, post_norms=True, norm_offset=1.0,
+        activation="gelu_tanh", sliding_window=6, sliding_layers=(0,), local_rope=Rope(32, 1e3),
+    )  # fmt: skip
+
+    def build(**options):
+        torch.manual_seed(2)
+        return Engine(Decoder(config), slots=3, window=40, cache_dtype="float32", chunk=8, undo=undo, **options)
+
+    made, eager, plain = build(capture=Recorder()), build(capture=Recorder(), cuda_graphs=False), build(compiled=False)
+    assert len(made.cache.groups) == (1 if undo is None else 2)
+    for e in (made, eager, plain):
+        for slot in range(3):
+            prefill(e, slot, tokens(4 + slot, slot))
+    for step in range(12):
+        got, want, other = (one_token(e, [0, 1, 2][: 1 + step % 3], 3 + step) for e in (made, eager, plain))
+        assert torch.equal(got.logits, want.logits)
+        torch.testing.assert_close(got.logits, other.logits)
+    assert made.decoding.replayed == 12
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -300,14 +328,17 @@ def test_the_longest_unused_graph_leaves(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "q8_0"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_on_a_gpu(layout, dtype):
+@pytest.mark.parametrize("layout,nf4", [("slots", False), ("pages", False), ("pages", True)])
+def test_on_a_gpu(layout, nf4, dtype):
     """Slots join and leave, one learns, its adapter is promoted: logits, rows and replies of the eager steps."""
 
     def build(graphs):
         torch.manual_seed(1)
+        model = decoder().to("cuda", torch.bfloat16)
+        for name in _block_linears(model) if nf4 else []:
+            _replace(model, name, NF4Linear.from_linear(model.get_submodule(name)))
         made = Engine(
-            decoder().to("cuda", torch.bfloat16), slots=5, window=48, cache_dtype=dtype, chunk=8, cuda_graphs=graphs,
+            model, slots=5, window=48, cache_dtype=dtype, chunk=8, cuda_graphs=graphs,
             **LAYOUTS[layout],
         )  # fmt: skip
         add(made, "a", SPEC)
