@@ -12,6 +12,7 @@ import hashlib
 import math
 import numbers
 import re
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -96,6 +97,7 @@ class AdapterBank:
         self.adapters: dict[str, Adapter] = {}
         self.active: AdapterSet = ()
         self._prepared: OrderedDict[AdapterSet, dict[str, nn.Module]] = OrderedDict()
+        self._preparing = threading.Lock()  # requests are checked while others are served
 
     def create(self, id: str, spec: LoraSpec, *, seed: int = 0, state: State | None = None) -> Adapter:
         """A new adapter at version 1, which gives the base's outputs unless `state` has its weights.
@@ -194,12 +196,13 @@ class AdapterBank:
 
     def layers(self, key: AdapterSet) -> Mapping[str, nn.Module]:
         """The model's layers under this set; the same object for as long as they are the same."""
-        if key not in self._prepared:
-            self._prepared[key] = _join([self._parts(use) for use in key])
-            while len(self._prepared) > PREPARED:
-                self._prepared.popitem(last=False)
-        self._prepared.move_to_end(key)
-        return self._prepared[key]
+        with self._preparing:
+            if key not in self._prepared:
+                self._prepared[key] = _join([self._parts(use) for use in key])
+                while len(self._prepared) > PREPARED:
+                    self._prepared.popitem(last=False)
+            self._prepared.move_to_end(key)
+            return self._prepared[key]
 
     def _parts(self, use: Use) -> dict[str, LoRALinear]:
         adapter = self.of(use.id)
@@ -223,8 +226,9 @@ class AdapterBank:
         adapter.digests.append(digest(state))
 
     def _forget(self, gone: Use) -> None:
-        for key in [key for key in self._prepared if any((u.id, u.version) == (gone.id, gone.version) for u in key)]:
-            del self._prepared[key]
+        with self._preparing:
+            for key in [k for k in self._prepared if any((u.id, u.version) == (gone.id, gone.version) for u in k)]:
+                del self._prepared[key]
 
     def of(self, id: str) -> Adapter:
         """The adapter of this id; Refused where there is none."""

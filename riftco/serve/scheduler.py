@@ -67,7 +67,7 @@ class Scheduler:
         self.totals = Totals()
         self.duty = DutyCycle(duty, busy=self._busy, stopped=lambda: self._stopping, clock=clock)
         self.lock = threading.RLock()  # held for an iteration: between two of them others may use the engine
-        self._work = threading.Condition(self.lock)
+        self._work = threading.Condition()  # of what waits: who submits waits for no iteration
         self._on_host = HostRow(len(engine.slots), engine.model.device)
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -79,10 +79,10 @@ class Scheduler:
         Raises:
             Refused: it can never run as it stands, too many wait, or this is closed.
         """
+        request = self.check(request)
         with self._work:
             if self._stopping:
                 raise Refused("the scheduler is closed")
-            request = self.check(request)
             if len(self.waiting) >= self.limit:
                 raise Refused(f"{self.limit} requests wait already; try again later")
             ticket = Ticket(request, on_end)
@@ -221,7 +221,7 @@ class Scheduler:
         return any(turn.why is None for turn in list(self.turns.values()))
 
     def _drop_cancelled(self) -> None:
-        for ticket in [t for t in self.waiting if t.cancelled]:
+        for ticket in [t for t in list(self.waiting) if t.cancelled]:
             self.waiting.remove(ticket)
             ticket.put(Finished("cancelled"))
         for turn in [t for t in self.turns.values() if t.ticket.cancelled]:

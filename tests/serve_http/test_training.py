@@ -2,6 +2,7 @@
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import gguf
 import httpx
@@ -85,6 +86,19 @@ def test_serving_goes_on_and_a_job_is_cancelled(client, made):
     time.sleep(0.1)
     assert made.engine.learner.pupils["live"].step == step > 0, "what was learned stays, and nothing follows"
     assert ended(client, client.post("/train", json={**JOB, "records": ROWS}).json()["id"])["status"] == "done"
+
+
+def test_a_long_step_holds_up_no_other_route(client, made):
+    """Who asks while the engine learns is queued, and the rest of the server answers meanwhile."""
+    with ThreadPoolExecutor() as pool:
+        with made.scheduler.lock:  # a step that takes long
+            turn = pool.submit(client.post, "/v1/chat/completions", json={**CHAT, "lora": [{"id": "live"}]})
+            while not made.scheduler.waiting:
+                time.sleep(0.01)
+            for path in ("/health", "/props", "/slots", "/metrics", "/train", "/learn/log", "/"):
+                assert client.get(path, timeout=10).status_code == 200
+            assert not turn.done()
+        assert turn.result().status_code == 200
 
 
 def test_a_tenth_of_the_time_while_someone_is_served(client, made):
