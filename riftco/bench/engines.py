@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..adapters import LoraSpec
-from ..models import Decoder, DecoderConfig
+from ..functional import attention_with_cache
+from ..models import Decoder, DecoderConfig, KVCache
 from ..nn import NF4Linear
 from ..serve import Batch, Engine
 from .e2e import SIZES, _block_linears, _random_model, _replace
@@ -57,6 +59,33 @@ def read(engine: Engine, slot: int, prompt: list[int]) -> None:
     engine.cut(slot, 0)
     for start in range(0, len(prompt), engine.chunk):
         engine.decode(Batch.of(slot, start, prompt[start : start + engine.chunk], output="none"))
+
+
+class Whole:
+    """Attention of all of a reply's rows at once over a slot's cached prefix, with a graph over the reply."""
+
+    def __init__(self, cache: KVCache, slot: int, prefix: int):
+        self.cache = cache
+        self.slots, self.positions = torch.tensor([[slot], [prefix]], device=cache.device).unbind()
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        cache, place = self.cache.layer(layer)
+        out = attention_with_cache(q[0], k[0], v[0], cache, place, self.slots, self.positions, **how)
+        assert isinstance(out, Tensor)
+        return out[None]
+
+
+def plain_step(engine: Engine, prefix: int, tokens: list[int], reply: list[int]) -> float:
+    """The loss of a reply behind the first rows of slot 0, by one forward and backward over all of it; gradients are
+    left on the adapter's shadow."""
+    model = engine.model
+    ids, target = (torch.tensor(t, device=model.device) for t in (tokens, reply))
+    positions = torch.arange(prefix, prefix + len(ids), device=model.device)
+    with engine.bank.learning(engine.slots[0].key, ADAPTER):
+        hidden = model.run(ids[None], positions, engine.window, None, Whole(engine.cache, 0, prefix))
+        loss = model.head_loss(hidden[0], target)
+        loss.backward()
+    return float(loss.detach())
 
 
 def wait(device: torch.device) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from ..serve import Request, Scheduler, Teach, Ticket
 from ..train.chunked import adjoint_bytes
-from .engines import ADAPTER, LR, METHODS, SEED, SHAPES, learning_engine, random_decoder, read, wait
+from .engines import ADAPTER, LR, METHODS, SEED, SHAPES, learning_engine, plain_step, random_decoder, read, wait
 from .machine import machine_columns
 from .rows import append, line
 
@@ -137,15 +137,14 @@ def learn_once(live: Live) -> None:
 
 
 def plain_ms(live: Live, repeats: int = 3) -> float:
-    """A forward and backward of the reply alone, without a prefix: what a learn is measured against."""
-    engine, device = live.engine, live.engine.model.device
-    ids = torch.tensor([live.reply], device=device)
+    """One forward and backward of the reply over the same cached rows: what a learn is measured against."""
+    engine, device, n = live.engine, live.engine.model.device, len(live.prompt) - 1
+    read(engine, 0, live.prompt)
     times = []
     for _ in range(repeats):
         wait(device)
         began = time.perf_counter()
-        with engine.bank.learning((), ADAPTER):
-            engine.model.loss(ids[:, :-1], ids[:, 1:]).backward()
+        plain_step(engine, n, [live.prompt[-1], *live.reply[:-1]], live.reply)
         wait(device)
         times.append(1e3 * (time.perf_counter() - began))
     for p in engine.bank.shadow(ADAPTER).values():

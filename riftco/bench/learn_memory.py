@@ -19,12 +19,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..functional import attention_with_cache
-from ..models import KVCache
 from ..serve import Engine
 from ..train.chunked import adjoint_bytes
 from . import timing
-from .engines import ADAPTER, LR, METHODS, SHAPES, learning_engine, random_decoder, random_tokens, read, wait
+from .engines import (
+    ADAPTER,
+    LR,
+    METHODS,
+    SHAPES,
+    learning_engine,
+    plain_step,
+    random_decoder,
+    random_tokens,
+    read,
+    wait,
+)
 from .machine import machine_columns, reason_of
 from .rows import append, line
 
@@ -40,20 +49,6 @@ MIB, GIB = 2.0**20, 2.0**30
 
 class Wrong(Exception):
     """A learn whose gradients or losses are not right is not timed."""
-
-
-class Whole:
-    """Attention of all of a reply's rows at once over a slot's cached prefix, with a graph over the reply."""
-
-    def __init__(self, cache: KVCache, slot: int, prefix: int):
-        self.cache = cache
-        self.slots, self.positions = torch.tensor([[slot], [prefix]], device=cache.device).unbind()
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
-        cache, place = self.cache.layer(layer)
-        out = attention_with_cache(q[0], k[0], v[0], cache, place, self.slots, self.positions, **how)
-        assert isinstance(out, Tensor)
-        return out[None]
 
 
 class Lesson:
@@ -84,15 +79,7 @@ class Lesson:
 
     def plain(self) -> float:
         """One graph over the whole reply: what a learn is measured against; gradients are left on the shadow."""
-        model, n = self.engine.model, len(self.reply)
-        ids, target = (torch.tensor(t, device=self.device) for t in (self.tokens, self.reply))
-        positions = torch.arange(self.prefix, self.prefix + n, device=self.device)
-        with self.engine.bank.learning(self.engine.slots[0].key, ADAPTER):
-            whole = Whole(self.engine.cache, 0, self.prefix)
-            hidden = model.run(ids[None], positions, self.engine.window, None, whole)
-            loss = model.head_loss(hidden[0], target)
-            loss.backward()
-        return float(loss.detach())
+        return plain_step(self.engine, self.prefix, self.tokens, self.reply)
 
     def taken(self) -> Tensor:
         """The gradients on the shadow, which are taken off it."""
