@@ -17,9 +17,10 @@ struct Matrix {
     double scale;
 };
 
-constexpr int ROWS = 8;    // of x that are multiplied together
-constexpr int TILE = 64;   // outputs made before the bias and the adapter are added
-constexpr int GROUP = 32;  // weights decoded at once
+constexpr int ROWS = 8;      // of x that are multiplied together
+constexpr int TILE = 64;     // outputs made before the bias and the adapter are added
+constexpr int GROUP = 32;    // weights decoded at once
+constexpr int AHEAD = 8192;  // bytes: several rows of W are read at once, which processors do not foresee
 
 inline int64_t padded(int64_t k) { return (k + GROUP - 1) / GROUP * GROUP; }
 
@@ -48,7 +49,9 @@ inline void dots(const Matrix& m, const float* x, int64_t ldx, int64_t row, floa
         for (int g = 0; g < GROUPS; g++)
             for (int n = 0; n < N; n++) {
                 Floats a, b;
-                Format::read(w[n] + block * Format::BYTES, g, a, b);
+                const uint8_t* at = w[n] + block * Format::BYTES;
+                __builtin_prefetch(at + g * (Format::BYTES / GROUPS) + AHEAD);
+                Format::read(at, g, a, b);
                 add(n, block * Format::BLOCK + g * GROUP, a, b);
             }
     if (const int64_t rest = m.k - whole * Format::BLOCK) {  // of dense weights alone: blocks end with their row

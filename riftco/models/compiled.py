@@ -7,6 +7,7 @@ activations are rounded where the layers round them, cached rows are written by 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 from typing import Any
 
@@ -64,7 +65,7 @@ class CompiledDecoder:
     @property
     def watched(self) -> bool:
         """Whether a layer has a hook, or a forward of its own, by now."""
-        return any(self._hooks) or any("forward" in of for of in self._attributes)
+        return any(self._hooks) or any(map(dict.__contains__, self._attributes, itertools.repeat("forward")))
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, step: Step, wanted: Tensor) -> Tensor:

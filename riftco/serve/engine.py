@@ -101,8 +101,9 @@ class Engine:
 
     def prepare(self, adapters: Mapping[str, float] | None = None) -> None:
         """Record the decode steps of all numbers of slots under these adapters (id -> scale; None: the base), so that
-        no request waits for it. Nothing where nothing is recorded."""
+        no request waits for it; on a CPU build the compiled step."""
         key = self.bank.set_of(adapters or {})
+        self._compiled(key)
         if self.decoding is not None:
             self.decoding.prepare(key, self.bank.layers(key), lambda: self.bank.serving(key))
 

@@ -58,13 +58,14 @@ def test_source_holds_each_include_once():
     assert text.count("struct Rows {") == 1 and '#include "' not in text and "#pragma once" not in text
 
 
-def test_setup_ships_the_shaders_and_no_extension_here(tmp_path):
+def test_setup_ships_the_sources_and_no_extension_here(tmp_path):
     subprocess.run(
         [sys.executable, "-W", "ignore", "setup.py", "-q", "build_py", "-d", tmp_path], cwd=ROOT, check=True,
         capture_output=True,
     )  # fmt: skip
-    shipped = {p.name: p.read_text() for p in (tmp_path / "riftco" / "metal" / "shaders").iterdir()}
-    assert shipped == {p.name: p.read_text() for p in (ROOT / "csrc" / "metal").iterdir()}
+    for place, folder in (("metal/shaders", "metal"), ("cpu/source", "cpu")):
+        shipped = {p.name: p.read_text() for p in (tmp_path / "riftco" / place).iterdir()}
+        assert shipped == {p.name: p.read_text() for p in (ROOT / "csrc" / folder).iterdir()}
     if platform.system() != "Darwin":
         assert not list(tmp_path.rglob("*.so"))
 
