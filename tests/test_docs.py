@@ -52,7 +52,10 @@ def blocks(page: pathlib.Path, language: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "page",
-    [ROOT / "README.md", *(ROOT / "docs" / n for n in ("ops.md", "attention.md", "finetune.md", "transformers.md"))],
+    [
+        ROOT / "README.md",
+        *(ROOT / "docs" / n for n in ("ops.md", "attention.md", "finetune.md", "many_gpus.md", "transformers.md")),
+    ],
     ids=lambda p: p.name,
 )
 def test_python_blocks_run(page):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         from ..train.failures import StepAbandoned, TrainerPoisoned
+        from ..train.watch import PeerLost
 
         why: BaseException
         try:
@@ -29,16 +31,23 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
         except (ValueError, OSError, NotImplementedError, OverflowError, ModuleNotFoundError) as error:
             broke = isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
             why, code = error, FAILED if broke else BAD_INPUT
-        except (StepAbandoned, TrainerPoisoned) as error:
+        except (StepAbandoned, TrainerPoisoned, PeerLost) as error:
             why, code = error, FAILED
         except KeyboardInterrupt as error:
             why, code = error, STOPPED
         if kwargs.get("debug"):
             raise why
-        typer.echo(f"riftco: {_line(why)}", err=True)
+        if not getattr(why, "of_another", False):  # of several processes the one whose error it is says it
+            typer.echo(f"riftco: {_process()}{_line(why)}", err=True)
         raise typer.Exit(code)
 
     return wrapped
+
+
+def _process() -> str:
+    """Which process of torchrun's this is, where it is not the first."""
+    rank = os.environ.get("RANK", "0") if int(os.environ.get("WORLD_SIZE", "1")) > 1 else "0"
+    return "" if rank == "0" else f"process {rank}: "
 
 
 def _line(error: BaseException) -> str:

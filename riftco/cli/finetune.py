@@ -52,7 +52,16 @@ def finetune(
     steps: Annotated[int | None, Opt("--steps", help="Optimizer steps; else --epochs.")] = None,
     epochs: Annotated[int | None, Opt("--epochs", help="Passes over the data [1].")] = None,
     batch_tokens: Annotated[int | None, Opt("--batch-tokens", help="Most tokens of a micro-batch [2048].")] = None,
-    accumulate: Annotated[int | None, Opt("--accumulate", help="Micro-batches of one step [1].")] = None,
+    accumulate: Annotated[
+        int | None, Opt("--accumulate", help="Micro-batches of one step, over all processes [one a process].")
+    ] = None,
+    parallel: Annotated[
+        str | None,
+        Opt(
+            "--parallel",
+            help="torchrun's processes hold the weights each (ddp) or together (fsdp); auto: full fsdp, else ddp.",
+        ),
+    ] = None,
     chunk: Annotated[
         int | None, Opt("--chunk", help="Train longer examples in chunks of so many tokens, exactly: less memory.")
     ] = None,
@@ -123,13 +132,17 @@ def finetune(
     Example: riftco finetune --model model.gguf --data chat.jsonl --eval-split 0.1 --output run
 
     Ctrl-C finishes the micro-batch, saves a checkpoint and exits with code 130; --resume --output run goes on.
+    Several GPUs: torchrun --nproc-per-node 2 -m riftco finetune ...
     """
     given: dict[str, Any] = {k: v for k, v in locals().items() if k not in ("resume", "log_json", "debug")}
     from ..train.finetune import prepare
+    from ..train.ranks import Ranks
+    from ..train.run import Reporter
     from .console import reporter
 
-    shown = reporter(log_json=log_json)
-    result = prepare(given, resume=resume, reporter=shown).train()
+    with Ranks.join().until_done() as ranks:
+        shown = reporter(log_json=log_json) if ranks.main else Reporter()
+        result = prepare(given, resume=resume, reporter=shown, ranks=ranks).train()
     if result.stopped and result.step == result.total_steps:  # in the last evaluation: nothing is left to resume
         shown.note(f"all {result.step} steps are done, written to {result.weights}; stopped before their evaluation")
         raise typer.Exit(STOPPED)

@@ -13,11 +13,13 @@ import torch
 from .. import tpu
 from ..adapters import AdapterError, LoraSpec
 from ..models.decoder import ATTENTION
+from .ranks import local_rank, local_world, started_by_torchrun
 from .schedule import KINDS
 
 METHODS = ("qlora", "lora", "full")
 DTYPES = ("auto", "fp32", "bf16")
 WEIGHTS = ("auto", "nf4", "packed", "bf16", "fp32")
+PARALLEL = ("auto", "ddp", "fsdp")
 OPTIMIZER_STATES = ("auto", "contiguous", "paged", "paged-8bit")
 DEFAULT_LR = {"qlora": 2e-4, "lora": 2e-4, "full": 2e-5}
 # May change on --resume; everything else decides what the losses are, and must stay.
@@ -38,6 +40,7 @@ CHANGEABLE = frozenset(
         "offload_budget",
         "step_graph",
         "duty_cycle",
+        "parallel",
         "metrics",
         "tensorboard",
         "wandb",
@@ -97,6 +100,7 @@ class FinetuneConfig:
     activation_checkpointing: str = "disabled"
     attention: str = "flash"
     optimizer_state: str = "auto"
+    parallel: str = "auto"
     save_every: int = 100
     keep: int = 2
     eval_every: int = 0
@@ -118,6 +122,7 @@ class FinetuneConfig:
             raise ConfigError(f"--weights {self.weights} and --dtype {self.dtype} exclude each other; give one of them")
         _choice("--attention", self.attention, ATTENTION)
         _choice("--optimizer-state", self.optimizer_state, OPTIMIZER_STATES)
+        _choice("--parallel", self.parallel, PARALLEL)
         _choice("--schedule", self.schedule, KINDS)
         for name in ("rank", "batch_tokens", "accumulate", "save_every", "keep"):
             _at_least(name, getattr(self, name), 1)
@@ -194,6 +199,36 @@ class FinetuneConfig:
         return "fp32" if self.method == "full" and self.dtype == "auto" else self.dtype
 
     @property
+    def cut(self) -> bool:
+        """Whether several processes hold the weights together, each a part, rather than each all of them."""
+        return self.parallel == "fsdp" or (self.parallel == "auto" and self.method == "full")
+
+    def check_processes(self, world: int) -> None:
+        """Refuse what `world` processes cannot do together.
+
+        Raises:
+            ConfigError: naming the flag.
+        """
+        if world == 1:
+            return
+        if self.accumulate < world:
+            raise ConfigError(
+                f"--accumulate {self.accumulate}: a step of so many micro-batches leaves some of {world} processes "
+                f"without one; start {self.accumulate} processes at most, or a new run with --accumulate {world}"
+            )
+        if not self.cut:
+            return
+        if self.held == "packed":
+            raise ConfigError("--weights packed: GGUF's blocks are not cut over processes; use --weights nf4, or ddp")
+        if self.method == "full" and self.moments == "paged-8bit":
+            raise ConfigError("--optimizer-state paged-8bit cannot be cut over processes; use contiguous, or paged")
+        for name in ("auto_micro_batch", "chunk", "offload_activations", "step_graph"):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"{_flag(name)} is not for weights that are cut over processes; leave it out, or use --parallel ddp"
+                )
+
+    @property
     def offload_bytes(self) -> int | None:
         return None if self.offload_budget is None else parse_size("--offload-budget", self.offload_budget)
 
@@ -242,6 +277,22 @@ def configured(given: Mapping[str, Any], stored: Mapping[str, Any] | None = None
 
 ALIASES = {"metal": "mps", "tpu": "xla"}  # a backend's name -> the type of its device
 PLACES = "auto, cpu, cuda, cuda:N, mps (or metal), tpu"
+
+
+def device_of_process(name: str) -> torch.device:
+    """The device of this process: pick_device's, and of several processes on a host the GPU of its own number."""
+    if started_by_torchrun() < 2:
+        return pick_device(name)
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if name not in ("auto", "cuda"):
+        raise ConfigError(f"--device {name}: several processes run on cuda, a GPU each, or on cpu")
+    if local_world() > torch.cuda.device_count():
+        raise ConfigError(
+            f"torchrun started {local_world()} processes, but PyTorch sees {torch.cuda.device_count()} GPUs here; "
+            "start one process a GPU, or use --device cpu"
+        )
+    return torch.device("cuda", local_rank())
 
 
 def pick_device(name: str) -> torch.device:

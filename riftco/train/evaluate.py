@@ -12,16 +12,20 @@ from .. import tpu
 from ..data import Batch, Buckets
 from ..functional import cross_entropy
 from .metrics import Evaluation
+from .ranks import Ranks
 
 LOGITS_BYTES = 32 << 20
 
 
-def evaluate(model, batches: Iterable[Batch], device: torch.device | str = "cpu") -> Evaluation:
+def evaluate(
+    model, batches: Iterable[Batch], device: torch.device | str = "cpu", ranks: Ranks | None = None
+) -> Evaluation:
     """Evaluate `model` (put into evaluation mode while this runs).
 
     Args:
         model: has `hidden(input_ids, positions=, cu_seqlens=, max_seqlen=)` and `logits`, as riftco.models.Decoder.
         batches: packed examples with at least one label among them.
+        ranks: processes that each evaluate batches of their own; all get the result over all.
 
     Logits exist for labelled rows only, at most 32 MiB of them at once.
     """
@@ -67,6 +71,11 @@ def evaluate(model, batches: Iterable[Batch], device: torch.device | str = "cpu"
                 tokens += batch.n_labelled
     finally:
         model.train(training)
+    if ranks is not None and not ranks.alone:
+        counts = torch.tensor([int(right), tokens], device=ranks.device)
+        loss = loss.to(ranks.device)
+        ranks.sum_(loss, counts)
+        right, tokens = counts[0], int(counts[1])
     if not tokens:
         raise ValueError("nothing to evaluate: no example has a labelled token")
     mean = float(loss) / tokens

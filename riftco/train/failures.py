@@ -10,18 +10,26 @@ class StepAbandoned(RuntimeError):
 
     Attributes:
         past_batch: the batch was at fault, and the one after it comes next.
+        of_another: another process of the run abandoned it, and says why.
     """
 
-    def __init__(self, why: str, *, past_batch: bool = False):
+    def __init__(self, why: str, *, past_batch: bool = False, of_another: bool = False):
         super().__init__(why)
-        self.past_batch = past_batch
+        self.past_batch, self.of_another = past_batch, of_another
 
 
 class TrainerPoisoned(RuntimeError):
     """The device failed, or the optimizer failed while writing: parameters may be partly written.
 
     Every later call is refused. Build the trainer again and restore a checkpoint.
+
+    Attributes:
+        of_another: another process of the run failed, and says why.
     """
+
+    def __init__(self, why: str, *, of_another: bool = False):
+        super().__init__(why)
+        self.of_another = of_another
 
 
 class Verdict:

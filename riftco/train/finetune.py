@@ -15,6 +15,7 @@ import json
 import pathlib
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,37 +30,112 @@ from ..models import Decoder, Tokenizer, base_digest, load_model, load_tokenizer
 from ..models.config import DecoderConfig
 from ..models.load import open_source
 from ..optim import Adam
-from .checkpoint import check_base, checkpoints, open_checkpoint
-from .config import ConfigError, FinetuneConfig, configured, pick_device
+from .checkpoint import Checkpoint, check_base, checkpoints, open_checkpoint
+from .config import ConfigError, FinetuneConfig, configured, device_of_process
 from .duty import DutyCycle
 from .loop import Trainer
 from .metrics import Evaluation
 from .offload import Offload, offload_for
+from .ranks import Ranks
 from .run import ADAPTER, CHECKPOINTS, FORMAT, FULL_WEIGHTS, MODEL, RUN, TOKENIZER, Judged, Reporter, Run
 from .schedule import Schedule
 from .step_graph import StepGraph
 
 
-def prepare(given: Mapping[str, Any], *, resume: bool = False, reporter: Reporter | None = None) -> Run:
+def prepare(
+    given: Mapping[str, Any], *, resume: bool = False, reporter: Reporter | None = None, ranks: Ranks | None = None
+) -> Run:
     """Read and check everything that a run needs; nothing is written.
 
     Args:
         given: fields of FinetuneConfig; None means not given.
         resume: continue the run in `output`: its settings are those of the run, `given` may repeat them.
-        reporter: hears what happens.
+        reporter: hears what happens; the first process's only.
+        ranks: the processes of the run, all of which prepare it; None: this one alone.
 
     Raises:
         ValueError: in one line, what is wrong with a setting, a file or the output folder, and what to do.
     """
-    reporter = reporter or Reporter()
+    ranks = ranks or Ranks()
+    reporter = (ranks.main and reporter) or Reporter()
+    with ranks.alike():
+        found = _read_all(given, resume, reporter, ranks)
+    ranks.same("their settings, model and data", _number_of(found.record))
+    config, saved = found.config, found.saved
+    with ranks.alike():
+        model, spec = _model(config, ranks, saved)
+    runs = _over(model, config, ranks)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    ranks.copy_of_first([p for p in trained if not hasattr(p, "placements")])
+    on_tpu = ranks.device.type == tpu.DEVICE_TYPE
+    optimizer = Adam(
+        trained,
+        lr=config.rate,
+        weight_decay=config.weight_decay,
+        gradient_clip=config.gradient_clip,
+        state="contiguous" if on_tpu and config.optimizer_state == "auto" else config.moments,
+    )
+    trainer = Trainer(
+        runs,
+        optimizer,
+        found.loader,
+        found.schedule,
+        accumulate=config.accumulate,
+        device=ranks.device,
+        auto_micro_batch=config.auto_micro_batch,
+        chunk=config.chunk,
+        limiter=DutyCycle(config.duty_cycle) if config.duty_cycle < 1 else None,
+        step_graph=StepGraph(model, optimizer, note=reporter.note) if config.step_graph else None,
+        offload=_offload(config, model, ranks.device, reporter),
+        ranks=ranks,
+        seed=config.seed,
+    )
+    torch.manual_seed(config.seed)
+    if saved is not None:
+        trainer.load_state_dict(saved.state, saved.tensors)
+        reporter.note(f"resuming at step {saved.step} of {found.schedule.steps}")
+    before = saved.state.get("before") if saved is not None else None
+    return Run(
+        config=config,
+        model=model,
+        tokenizer=found.tokenizer,
+        trainer=trainer,
+        held_out=Loader(found.held_out, _longest(found.held_out, config), 0).sequential() if found.held_out else [],
+        spec=spec,
+        device=ranks.device,
+        reporter=reporter,
+        record=found.record,
+        before=None if before is None else Evaluation(**before),
+        judged=Judged(**saved.state["judged"]) if saved is not None else Judged(),
+        ranks=ranks,
+    )
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Everything that a run needs but the model: read and checked."""
+
+    config: FinetuneConfig
+    saved: Checkpoint | None
+    tokenizer: Tokenizer
+    loader: Loader | StreamLoader | TokenLoader
+    held_out: list[Example]
+    schedule: Schedule
+    record: dict[str, Any]
+
+
+def _read_all(given: Mapping[str, Any], resume: bool, reporter: Reporter, ranks: Ranks) -> _Found:
     if not given.get("output"):
         raise ConfigError("--output is missing; name the folder that the run writes")
     output = pathlib.Path(given["output"])
     stored = read_run(output) if resume else None
     if not resume:
         _refuse_used(output)
+        if given.get("accumulate") is None:
+            given = {**given, "accumulate": ranks.world}
     config = configured(given, stored and stored["config"])
-    device = pick_device(config.device)
+    config.check_processes(ranks.world)
+    ranks.on(device_of_process(config.device))
     source = open_source(config.model)
     reporter.note(f"loading {config.model}")
     digest = base_digest(source.path)
@@ -88,46 +164,22 @@ def prepare(given: Mapping[str, Any], *, resume: bool = False, reporter: Reporte
     judged = Judged(**saved.state["judged"]) if saved is not None else Judged()
     if 0 < config.early_stopping <= judged.worse and result.exists():
         raise ConfigError(f"{output}: this run stopped early at step {judged.step}, its result is {result}")
-    model, spec = _model(config, device, saved)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = Adam(
-        trained,
-        lr=config.rate,
-        weight_decay=config.weight_decay,
-        gradient_clip=config.gradient_clip,
-        state="contiguous" if device.type == tpu.DEVICE_TYPE and config.optimizer_state == "auto" else config.moments,
-    )
-    trainer = Trainer(
-        model,
-        optimizer,
-        loader,
-        schedule,
-        accumulate=config.accumulate,
-        device=device,
-        auto_micro_batch=config.auto_micro_batch,
-        chunk=config.chunk,
-        limiter=DutyCycle(config.duty_cycle) if config.duty_cycle < 1 else None,
-        step_graph=StepGraph(model, optimizer, note=reporter.note) if config.step_graph else None,
-        offload=_offload(config, model, device, reporter),
-    )
-    torch.manual_seed(config.seed)
-    if saved is not None:
-        trainer.load_state_dict(saved.state, saved.tensors)
-        reporter.note(f"resuming at step {saved.step} of {schedule.steps}")
-    before = saved.state.get("before") if saved is not None else None
-    return Run(
-        config=config,
-        model=model,
-        tokenizer=tokenizer,
-        trainer=trainer,
-        held_out=Loader(held_out, _longest(held_out, config), 0).sequential() if held_out else [],
-        spec=spec,
-        device=device,
-        reporter=reporter,
-        record=record,
-        before=None if before is None else Evaluation(**before),
-        judged=judged,
-    )
+    return _Found(config, saved, tokenizer, loader, held_out, schedule, record)
+
+
+def _over(model: Decoder, config: FinetuneConfig, ranks: Ranks) -> Any:
+    """What the trainer calls: the model, or the model cut over the processes."""
+    if ranks.alone or not config.cut:
+        return model
+    from .sharding import Sharded
+
+    return Sharded(model, ranks)
+
+
+def _number_of(record: Mapping[str, Any]) -> int:
+    """A number that differs where what decides the losses does."""
+    text = json.dumps({k: record[k] for k in ("config", "base_digest", "data_digest")}, sort_keys=True)
+    return int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)
 
 
 def _offload(config: FinetuneConfig, model: Decoder, device: torch.device, reporter: Reporter) -> Offload | None:
@@ -281,18 +333,26 @@ def _schedule(config: FinetuneConfig, loader: Loader | StreamLoader | TokenLoade
     return Schedule(config.rate, steps, config.schedule, min(config.warmup, steps))
 
 
-def _model(config: FinetuneConfig, device: torch.device, saved) -> tuple[Decoder, LoraSpec | None]:
+def _model(config: FinetuneConfig, ranks: Ranks, saved: Checkpoint | None) -> tuple[Decoder, LoraSpec | None]:
+    """The model with its adapter, on the device; on the host where it will be cut over processes, as one device may not
+    have room for it."""
     dtype = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype]
-    weights = config.held
+    weights, device = config.held, ranks.device
     if device.type == tpu.DEVICE_TYPE and weights == "packed":
         raise ConfigError("--weights packed: GGUF's blocks have no kernel for tpu; use --weights nf4, or bf16")
     if device.type == tpu.DEVICE_TYPE and config.dtype == "auto":  # made on the CPU, whose default is another
         weights, dtype = "bf16" if weights == "auto" else weights, torch.bfloat16
+    place = tpu.made_on(device)
+    cut = config.cut and not ranks.alone
+    if cut:
+        place = torch.device("cpu")
+        if device.type != "cpu" and config.dtype == "auto":
+            weights, dtype = "bf16" if weights == "auto" else weights, torch.bfloat16
     model, _ = load_model(
         config.model,
         weights=weights,
         dtype=dtype if weights in ("nf4", "packed") else None,
-        device=tpu.made_on(device),
+        device=place,
         activation_checkpointing=config.activation_checkpointing,
         with_tokenizer=False,
     )
@@ -300,7 +360,7 @@ def _model(config: FinetuneConfig, device: torch.device, saved) -> tuple[Decoder
     if config.method == "full":
         if saved is not None:
             model.load_state_dict(load_file(saved.folder / FULL_WEIGHTS), strict=False)
-        return model.to(device), None
+        return (model if cut else model.to(device)), None
     spec = config.lora_spec()
     if saved is not None:
         spec = load_adapter(model, saved.folder)
@@ -311,7 +371,7 @@ def _model(config: FinetuneConfig, device: torch.device, saved) -> tuple[Decoder
         describe_head(model.lm_head)
     except ValueError as refused:
         raise ConfigError(f"--target-modules: {refused}") from None
-    return model.to(device), spec
+    return (model if cut else model.to(device)), spec
 
 
 def _digest(path: str) -> str:

@@ -7,15 +7,23 @@ import signal
 import threading
 from collections.abc import Iterator
 
+from .ranks import Ranks
+
 
 class Interrupt:
-    """True once a signal has come."""
+    """True once a signal has come, here or in another process of the run (`elsewhere`)."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self.elsewhere = False
 
     def __bool__(self) -> bool:
-        return self.signal is not None
+        return self.signal is not None or self.elsewhere
+
+    def agreed(self, ranks: Ranks) -> bool:
+        """The same in all processes, which ask together."""
+        self.elsewhere = ranks.any(bool(self))
+        return self.elsewhere
 
     def __call__(self, number: int, _frame) -> None:
         if self.signal is not None:  # the second one does not wait

@@ -23,12 +23,11 @@ from .duty import DutyCycle
 from .failures import OutOfMemory, StepAbandoned, TrainerPoisoned, Verdict, device_failed, diagnostic, out_of_memory
 from .metrics import Progress, RunReport, TrainingMetric, peak_bytes
 from .offload import Offload
-from .ranks import PeerLost, Ranks
+from .ranks import NEWS, PeerLost, Ranks
 from .schedule import Schedule
 from .state import Writes, flatten_optimizer, random_state, set_random_state, unflatten_optimizer
 from .step_graph import StepGraph
 
-NEWS = 5.0  # seconds that a failed collective waits to hear which process has ended
 MOST_STEPS = 2**24  # the optimizer counts its steps in float32
 
 _PROGRESS: contextvars.ContextVar[Progress | None] = contextvars.ContextVar("riftco_progress", default=None)
@@ -234,6 +233,7 @@ class Trainer:
             # out of the except block, whose traceback holds what the failed micro-batch had made
             self.optimizer.zero_grad(set_to_none=True)
             set_random_state(random, self.device)
+            self.ranks.draw(self.seed, self.step)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -315,6 +315,8 @@ class Trainer:
             failed = error
         mine = verdict.code(failed)
         worst, who, why = self.ranks.agree(mine, str(failed or ""))
+        if failed is not None and worst == mine:
+            failed.of_another = who != self.ranks.rank
         if worst > mine:
             failed = self._of_another(worst, f"process {who}: {why}", data, random)
         verdict.stop = worst == Verdict.STOP
@@ -326,11 +328,11 @@ class Trainer:
             return None
         if code == Verdict.POISONED:
             self._poison = why
-            return TrainerPoisoned(why)
+            return TrainerPoisoned(why, of_another=True)
         past_batch = code == Verdict.PAST_BATCH  # all have drawn the same batches: they are behind them already
         self._restore(self.source.state_dict() if past_batch else data, random)
         self.abandoned.append(why)
-        return StepAbandoned(why, past_batch=past_batch)
+        return StepAbandoned(why, past_batch=past_batch, of_another=True)
 
     def _abandoned(self, error: Exception, data, random, memory: bool) -> StepAbandoned:
         self._restore(data, random)
@@ -371,7 +373,7 @@ class Trainer:
                 "parameters are unchanged; lower the learning rate or look at this batch"
             )
             self.abandoned.append(why)
-            raise StepAbandoned(why)
+            raise StepAbandoned(why, of_another=not self.ranks.main)
         self.step += 1
         return mean, norm, clip_scale
 
@@ -430,9 +432,10 @@ class Trainer:
             )
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Everything but the weights: JSON values, and tensors by name."""
+        """Everything but the weights: JSON values, and tensors by name. All processes must ask; the first one gets the
+        optimizer's tensors."""
         self._refuse_poisoned()
-        optimizer, tensors = flatten_optimizer(self.optimizer.state_dict())
+        optimizer, tensors = flatten_optimizer(self.optimizer.state_dict(), keep=self.ranks.main)
         state = {
             "step": self.step,
             "halvings": self.halvings,

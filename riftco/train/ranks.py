@@ -19,13 +19,27 @@ from torch import Tensor
 
 from .watch import PeerLost, Watch
 
+NEWS = 5.0  # seconds that a failed exchange waits to hear which process has ended
 BUCKET_BYTES = 256 << 20  # of gradients that are copied side by side and summed at once
 PATIENCE = datetime.timedelta(
     days=7
 )  # a process that is alive may compute as long as it likes; Watch notices dead ones
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 T = TypeVar("T")
+
+
+class ElsewhereError(ValueError):
+    """Another process of the run found something wrong, which it says."""
+
+    of_another = True
+
+
+class DisagreementError(ValueError):
+    """The processes of a run were given different things; all raise it, the first one says it."""
+
+    def __init__(self, main: bool, what: str):
+        super().__init__(f"the processes disagree about {what}; they must read the same files with one riftco")
+        self.of_another = not main
 
 
 class Ranks:
@@ -47,28 +61,31 @@ class Ranks:
         self._watch: Watch | None = None
 
     @classmethod
-    def join(cls, device: torch.device | str, *, watch: bool = True) -> Ranks:
-        """Meet the other processes that torchrun started; `device` is this one's.
+    def join(cls, device: torch.device | str = "cpu", *, watch: bool = True) -> Ranks:
+        """Meet the other processes that torchrun started.
 
         Args:
+            device: where this one computes, if that is known already; `on` says it later.
             watch: end this process when another one ends before `close`.
         """
-        made = cls(device)
-        if started_by_torchrun() < 2:
-            return made
-        if made.device.type not in BACKENDS:
-            raise ValueError(f"many processes run on cuda or cpu; got {made.device}")
-        if made.device.type == "cuda":
-            torch.cuda.set_device(made.device)
-        options: dict[str, Any] = {} if made.device.type == "cpu" else {"device_id": made.device}
-        if not dist.is_initialized():
-            dist.init_process_group(BACKENDS[made.device.type], timeout=PATIENCE, **options)
-        made.rank, made.world, made.devices = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-        made._host = dist.new_group(backend="gloo", timeout=PATIENCE)
-        made._store = dist.distributed_c10d._get_default_store()
-        if watch:
-            made._watch = Watch(made.rank, made.world, made._store, PATIENCE)
+        made = cls()
+        if started_by_torchrun() > 1:
+            if not dist.is_initialized():
+                backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+                dist.init_process_group(backend, timeout=PATIENCE)
+            made.rank, made.world, made.devices = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+            made._host = dist.new_group(backend="gloo", timeout=PATIENCE)
+            made._store = dist.distributed_c10d._get_default_store()
+            if watch:
+                made._watch = Watch(made.rank, made.world, made._store)
+        made.on(device)
         return made
+
+    def on(self, device: torch.device | str) -> None:
+        """This process computes on `device`."""
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and not self.alone:
+            torch.cuda.set_device(self.device)
 
     @property
     def main(self) -> bool:
@@ -119,15 +136,37 @@ class Ranks:
             return 0, 0, ""
         return code, first, self._call(self._store.get, f"riftco/why/{first}").decode()
 
+    @contextlib.contextmanager
+    def alike(self) -> Iterator[None]:
+        """The processes come out of the block together: an error in one of them is an error in all.
+
+        Raises:
+            ElsewhereError: another process failed first, and says why.
+        """
+        failed: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failed = error
+        if self.alone:
+            if failed is not None:
+                raise failed
+            return
+        code, first, why = self.agree(int(failed is not None), str(failed))
+        if failed is not None and first == self.rank:
+            raise failed
+        if code:
+            raise ElsewhereError(f"process {first}: {why}") from failed
+
     def same(self, what: str, *values: float) -> None:
         """Refuse to go on where processes have different values: they would not train on one batch.
 
         Raises:
-            RuntimeError: naming `what`.
+            DisagreementError: naming `what`.
         """
         ends = self.largest(*values, *(-v for v in values))
         if any(high != -low for high, low in zip(ends[: len(values)], ends[len(values) :])):
-            raise RuntimeError(f"the processes disagree about {what}; they must read the same files with one riftco")
+            raise DisagreementError(self.main, what)
 
     def wait(self) -> None:
         """Until all processes are here."""
@@ -179,7 +218,7 @@ class Ranks:
         try:
             return function(*arguments, **options)
         except RuntimeError as error:
-            raise (self.lost(5.0) or error) from error
+            raise (self.lost(NEWS) or error) from error
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the others: in peace, or with the reason, which ends them too."""
@@ -196,7 +235,12 @@ class Ranks:
         try:
             yield self
         except BaseException as error:
-            self.close(error)
+            # a collective that broke off says less than which process has ended
+            broke = type(error) is RuntimeError or isinstance(error, dist.DistError)
+            lost = self.lost(NEWS) if broke else None
+            self.close(lost or error)
+            if lost is not None:
+                raise lost from error
             raise
         self.close()
 
@@ -209,6 +253,11 @@ def started_by_torchrun() -> int:
 def local_rank() -> int:
     """This process's number on its host."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_world() -> int:
+    """How many processes of the run are on this host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _buckets(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:

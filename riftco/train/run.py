@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from ..adapters import LoraSpec, save_adapter
 from ..adapters.peft_files import WEIGHTS as ADAPTER_WEIGHTS
 from ..adapters.peft_files import load_adapter_state
-from ..data import Batch, StreamLoader
+from ..data import Batch, StreamLoader, nothing
 from ..functional import attention_backward
 from ..models import Decoder, Tokenizer, save_hf
 from ..models.config import DecoderConfig
@@ -27,9 +27,11 @@ from .checkpoint import folder_of, save_checkpoint, sweep, write_file
 from .config import FinetuneConfig
 from .evaluate import evaluate
 from .failures import StepAbandoned
+from .gather import gathered, gathered_model, scatter
 from .interrupt import Interrupt, stop_signals
 from .loop import Trainer
 from .metrics import Evaluation, Progress, RunReport, TrainingMetric, peak_bytes
+from .ranks import Ranks
 from .sinks import Jsonl, Sink, TensorBoard, WandB
 
 FORMAT = 1
@@ -118,10 +120,14 @@ class Run:
     record: dict[str, Any]
     before: Evaluation | None = None
     judged: Judged = field(default_factory=Judged)
+    ranks: Ranks = field(default_factory=Ranks)
     sinks: list[Sink] = field(default_factory=list)
 
     def train(self) -> Result:
-        """Train to the horizon or a signal; writes checkpoints on the way and the result at the end."""
+        """Train to the horizon or a signal; writes checkpoints on the way and the result at the end.
+
+        Of several processes all must call it; the first one prints and writes.
+        """
         output, started = pathlib.Path(self.config.output), time.perf_counter()
         self._open(output)
         with stop_signals() as asked, self._metrics():
@@ -158,11 +164,11 @@ class Run:
     def _metrics(self) -> Iterator[None]:
         config = self.config
         with contextlib.ExitStack() as stack:
-            if config.metrics:
+            if self.ranks.main and config.metrics:
                 self.sinks.append(Jsonl(config.metrics))
-            if config.tensorboard:
+            if self.ranks.main and config.tensorboard:
                 self.sinks.append(TensorBoard(config.tensorboard))
-            if config.wandb:
+            if self.ranks.main and config.wandb:
                 self.sinks.append(WandB(config.wandb, config.asdict()))
             for sink in self.sinks:
                 stack.callback(sink.close)
@@ -170,13 +176,16 @@ class Run:
         self.sinks.clear()
 
     def _open(self, output: pathlib.Path) -> None:
-        output.mkdir(parents=True, exist_ok=True)
-        sweep(output / CHECKPOINTS)
-        write_file(output / RUN, json.dumps(self.record, indent=2) + "\n")  # first: without it nothing can be resumed
-        folder = output / TOKENIZER
-        if not (folder / SOURCE).exists():
-            self.tokenizer.save(folder)
-            write_file(folder / SOURCE, json.dumps({"digest": self.record["base_digest"]}))
+        if self.ranks.main:
+            output.mkdir(parents=True, exist_ok=True)
+            sweep(output / CHECKPOINTS)
+            # first: without it nothing can be resumed
+            write_file(output / RUN, json.dumps(self.record, indent=2) + "\n")
+            folder = output / TOKENIZER
+            if not (folder / SOURCE).exists():
+                self.tokenizer.save(folder)
+                write_file(folder / SOURCE, json.dumps({"digest": self.record["base_digest"]}))
+        self.ranks.wait()
 
     def _train(self, asked: Interrupt) -> tuple[TrainingMetric, ...]:
         trainer, config = self.trainer, self.config
@@ -192,7 +201,7 @@ class Run:
         self.reporter.begin(trainer.step, trainer.schedule.steps)
         try:
             self._judge(asked)  # a run may have been stopped before its last step's evaluation
-            while trainer.step < trainer.schedule.steps and not asked and not self._exhausted():
+            while trainer.step < trainer.schedule.steps and not asked.agreed(self.ranks) and not self._exhausted():
                 done = self._steps()
                 self._judge(asked)
                 self._save()
@@ -202,7 +211,8 @@ class Run:
             self._save()
             output = pathlib.Path(config.output)
             raise StepAbandoned(
-                f"{error}; {trainer.step} steps are saved, go on with: riftco finetune --resume --output {output}"
+                f"{error}; {trainer.step} steps are saved, go on with: riftco finetune --resume --output {output}",
+                of_another=error.of_another,
             ) from error
         finally:
             self.reporter.end()
@@ -233,7 +243,9 @@ class Run:
     def _judge(self, asked: Interrupt) -> None:
         """Evaluate where it is due."""
         step, every = self.trainer.step, self.config.eval_every
-        if not (every and self.held_out and step and step % every == 0 and self.judged.step != step) or asked:
+        if not (every and self.held_out and step and step % every == 0 and self.judged.step != step):
+            return
+        if asked.agreed(self.ranks):
             return
         result = self._evaluate(f"step {step}", asked)
         if result is not None:
@@ -254,20 +266,23 @@ class Run:
         before = None if self.before is None else self.before.asdict()
         state |= {"base_digest": self.record["base_digest"], "before": before, "judged": asdict(self.judged)}
         root = pathlib.Path(self.config.output) / CHECKPOINTS
-        save_checkpoint(root, state, tensors, self._write_weights, keep=self.config.keep, protect=self._best())
+        trained = {} if self.spec is not None else gathered(self.model, self.ranks.main)
 
-    def _write_weights(self, folder: pathlib.Path) -> None:
-        if self.spec is not None:
-            save_adapter(self.model, self.spec, folder, base=self.config.model, base_weights=self._base_weights())
-        else:
-            trained = {n: p.detach().cpu().contiguous() for n, p in self.model.named_parameters()}
-            save_file(trained, folder / FULL_WEIGHTS)
+        def write_weights(folder: pathlib.Path) -> None:
+            if self.spec is None:
+                save_file(trained, folder / FULL_WEIGHTS)
+            else:
+                save_adapter(self.model, self.spec, folder, base=self.config.model, base_weights=self._base_weights())
+
+        if self.ranks.main:
+            save_checkpoint(root, state, tensors, write_weights, keep=self.config.keep, protect=self._best())
+        self.ranks.wait()
 
     def _read_weights(self, folder: pathlib.Path) -> None:
         if self.spec is not None:
             load_adapter_state(self.model, load_file(folder / ADAPTER_WEIGHTS), str(folder))
         else:
-            self.model.load_state_dict(load_file(folder / FULL_WEIGHTS), strict=False)
+            scatter(self.model, load_file(folder / FULL_WEIGHTS))
 
     def _base_weights(self) -> str | None:
         return self.config.held if self.config.held in ("nf4", "packed") else None
@@ -282,25 +297,32 @@ class Run:
             self.reporter.note(f"the result is that of step {self.judged.best}, held-out loss {self.judged.loss:.4f}")
         weights = self._write_result(output)
         self.record["result_step"] = self.trainer.step  # a result on disk may be that of an earlier, interrupted call
-        write_file(output / RUN, json.dumps(self.record, indent=2) + "\n")
+        if self.ranks.main:
+            write_file(output / RUN, json.dumps(self.record, indent=2) + "\n")
+        self.ranks.wait()
         return weights
 
     def _write_result(self, output: pathlib.Path) -> pathlib.Path:
         if self.spec is not None:
-            save_adapter(
-                self.model, self.spec, output / ADAPTER, base=self.config.model, base_weights=self._base_weights()
-            )
+            if self.ranks.main:
+                save_adapter(
+                    self.model, self.spec, output / ADAPTER, base=self.config.model, base_weights=self._base_weights()
+                )
             return output / ADAPTER
-        if (output / MODEL).exists():
-            shutil.rmtree(output / MODEL)
-        save_hf(self.model, output / MODEL)
-        self.tokenizer.save(output / MODEL)
+        whole = self.model if self.ranks.alone else gathered_model(self.model, self.ranks.main)
+        if whole is not None and self.ranks.main:
+            if (output / MODEL).exists():
+                shutil.rmtree(output / MODEL)
+            save_hf(whole, output / MODEL)
+            self.tokenizer.save(output / MODEL)
         return output / MODEL
 
     def _evaluate(self, name: str, asked: Interrupt) -> Evaluation | None:
         """None when a signal comes before its end."""
         try:
-            result = evaluate(self.model, _unless(asked, self.held_out), self.device)
+            mine = self.ranks.share(self.held_out)
+            mine += [nothing()] * (self.ranks.most_of(self.held_out) - len(mine))  # all compute equally often
+            result = evaluate(self.trainer.model, _unless(asked, mine, self.ranks), self.device, self.ranks)
         except _Stopped:
             return None
         self.reporter.evaluation(name, result)
@@ -318,9 +340,9 @@ class _Stopped(Exception):
     """A signal came in the middle of an evaluation."""
 
 
-def _unless(asked: Interrupt, batches: list[Batch]) -> Iterator[Batch]:
+def _unless(asked: Interrupt, batches: list[Batch], ranks: Ranks) -> Iterator[Batch]:
     for batch in batches:
-        if asked:
+        if asked.agreed(ranks):
             raise _Stopped
         yield batch
 

@@ -83,12 +83,3 @@ class Sharded(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self(lambda model: model.logits(hidden))
-
-
-def whole(t: Tensor) -> Tensor:
-    """A tensor that is not cut: gathered where it was. Every process must ask."""
-    return t.full_tensor() if hasattr(t, "full_tensor") else t
-
-
-def trained(model: nn.Module) -> list[Tensor]:
-    return [p for p in model.parameters() if p.requires_grad]

@@ -62,17 +62,31 @@ def in_slabs(tensors: Mapping[str, Tensor], pinned: bool) -> dict[str, Tensor]:
     return copies
 
 
-def flatten_optimizer(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """torch's optimizer state_dict as JSON values and tensors named "optimizer.<parameter>.<slot>"."""
+def whole(t: Any) -> Tensor:
+    """A tensor that is cut over processes (DTensor), gathered; all of them must ask. Others as they are."""
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
+
+
+def flatten_optimizer(state: Mapping[str, Any], keep: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """torch's optimizer state_dict as JSON values and tensors named "optimizer.<parameter>.<slot>".
+
+    What is cut over processes is gathered, one tensor at a time; a process that only helps with it keeps nothing.
+    """
+    gathered: dict[str, Tensor] = {}
     tensors: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
     for parameter, slots in state["state"].items():
         for slot, value in slots.items():
             if isinstance(value, Tensor):
-                tensors[f"optimizer.{parameter}.{slot}"] = value
+                name = f"optimizer.{parameter}.{slot}"
+                if hasattr(value, "full_tensor"):
+                    full = whole(value.detach())
+                    gathered |= on_host({name: full}) if keep else {}
+                elif keep:
+                    tensors[name] = value
             else:
                 values.setdefault(str(parameter), {})[slot] = value
-    return {"param_groups": state["param_groups"], "values": values}, on_host(tensors)
+    return {"param_groups": state["param_groups"], "values": values}, on_host(tensors) | gathered
 
 
 def unflatten_optimizer(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -66,6 +66,30 @@ def check_kinds(x, weight, target, bias, row_weight, class_weight, topk) -> None
     check_class_weight(OP, "class_weight", class_weight, weight.shape[0])
 
 
+def is_shard(weight: object) -> bool:
+    """Whether `weight` is a DTensor: a look at one name, which imports nothing."""
+    return hasattr(weight, "placements")
+
+
+def check_sharded(x, weight, target, bias, row_weight, given_up, reduction: str, denominator) -> None:
+    """What a head that is cut over processes takes."""
+    mesh, placements = weight.device_mesh, weight.placements
+    if mesh.ndim != 1 or not (placements[0].is_shard(0) or placements[0].is_replicate()):
+        refuse(
+            f"a DTensor weight must be Shard(0), classes, or Replicate() on a mesh of one dimension; got {placements} "
+            f"on a mesh of {mesh.ndim}"
+        )
+    if asked := [name for name, value in given_up.items() if isinstance(value, Tensor) or value]:
+        refuse(f"{', '.join(asked)} cannot be used with a DTensor weight")
+    check_kinds(x, weight, target, bias, row_weight, None, None)
+    if x.dtype != weight.dtype or (bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1])):
+        refuse(f"x, weight and bias [V] must have one dtype; got {given(x)}, {given(weight)} and {given(bias)}")
+    if target.shape != x.shape[:-1]:
+        refuse(f"target must have the shape of x without its last dimension; got {tuple(target.shape)}")
+    check_row_weight(OP, row_weight, x.shape[:-1])
+    check_reduction(OP, reduction, denominator, None, x.device)
+
+
 def check(
     p: Problem, weight: Tensor | FrozenWeight, reduction: str, denominator, accum_dtype: torch.dtype, impl: str | None
 ) -> None:  # fmt: skip

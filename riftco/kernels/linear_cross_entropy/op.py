@@ -9,8 +9,8 @@ from .._frozen_weight import FrozenWeight
 from ..cross_entropy import op as cross_entropy
 from ..cross_entropy.checks import check_options, check_targets, class_weight_for
 from ..cross_entropy.op import Metrics
-from . import spec
-from .checks import OP, autocast, check, check_kinds, check_lora, shifted, taken_apart
+from . import sharded, spec
+from .checks import OP, autocast, check, check_kinds, check_lora, check_sharded, is_shard, shifted, taken_apart
 from .problem import OPTIONS, TENSORS, Problem
 
 HERE = "riftco.kernels.linear_cross_entropy"
@@ -202,7 +202,9 @@ def linear_cross_entropy(
     Args:
         x: [..., C], float16/bfloat16/float32/float64, any strides. Differentiable.
         weight: [V, C], x's dtype, one of its strides 1 (a matmul copies anything else), differentiable; or an
-            NF4Weight or GGUFWeight, frozen, decoded in stretches of at most 32 MiB.
+            NF4Weight or GGUFWeight, frozen, decoded in stretches of at most 32 MiB; or a DTensor on a mesh of one
+            dimension, whose processes hold some of the classes each (Shard(0)) and must all call. Then x, target and
+            row_weight are the same in all of them, or DTensors too; losses and gradients are those of the whole head.
         target: [...], int32 or int64. `ignore_index` and every negative value mark a row without a label: loss 0,
             gradient 0, its x is not read. A value >= V gives NaN for that row (with RIFTCO_CHECK=1: IndexError).
         bias: [V], x's dtype. Differentiable.
@@ -247,6 +249,22 @@ def linear_cross_entropy(
     Source: Hsu et al. 2024, "Liger Kernel: efficient Triton kernels for LLM training", section 3.2.
     """
     flags(OP, shift=shift, checkpoint=checkpoint, return_lse=return_lse, return_metrics=return_metrics)
+    if is_shard(weight):
+        given_up = {
+            "class_weight": class_weight, "label_smoothing": label_smoothing, "lora": lora, "shift": shift,
+            "topk": topk, "return_metrics": return_metrics, "impl": impl,
+        }  # fmt: skip
+        check_sharded(x, weight, target, bias, row_weight, given_up, reduction, denominator)
+        check_options(OP, ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+        options = (ignore_index, float(z_loss), float(softcap or 0.0), float(logit_scale), slice_bytes, n_labelled)
+        loss, lse, target = sharded.losses(x, weight, target, bias, row_weight, options)
+        if reduction == "mean":
+            if denominator is None:
+                denominator = ((target != ignore_index) & (target >= 0)).sum().clamp(min=1)
+            loss = loss.sum() / denominator
+        elif reduction == "sum":
+            loss = loss.sum()
+        return (loss, lse) if return_lse else loss
     check_kinds(x, weight, target, bias, row_weight, class_weight, topk)
     check_options(OP, ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     x, weight, bias = autocast(x, weight, bias)

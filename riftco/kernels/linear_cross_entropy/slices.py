@@ -20,7 +20,7 @@ from .rows import Rows, Where, put
 from .vocabulary import why_not
 
 
-def _power_above(x: Tensor) -> Tensor:
+def power_above(x: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent.clamp(-100, 100))
 
 
@@ -44,7 +44,7 @@ class Loss:
     most_bytes: int | None = None
     vocabulary_below: int = 0
     host_counts: bool = False
-    power_above: Callable[[Tensor], Tensor] = _power_above
+    power_above: Callable[[Tensor], Tensor] = power_above
 
 
 class Outputs:
@@ -99,7 +99,7 @@ def backward(ce: Loss, d_loss: Tensor | None, *arguments) -> tuple[Tensor, ...]:
     with _as_given(p.x):
         rows, head, slices = _prepare(ce, p)
         out = Outputs(rows, p)
-        upstream, restore = _tamed(ce, p, d_loss)
+        upstream, restore = tamed(p, d_loss, ce.power_above)
         if not why_not(p, rows.count, slices.rows, ce.vocabulary_below, need_weight, accum_dtype):
             grads = vocabulary.backward(ce, p, rows, head, out, slices, upstream, needs)
             return *out.finished(), grads[0].view(p.x.shape) if need_x else grads[0], *grads[1:]
@@ -152,7 +152,9 @@ def _prepare(ce: Loss, p: Problem) -> tuple[Rows, heads.Head, Plan]:
     return rows, head, slices
 
 
-def _tamed(ce: Loss, p: Problem, d_loss: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def tamed(
+    p: Problem, d_loss: Tensor | None, power_above: Callable[[Tensor], Tensor]
+) -> tuple[Tensor | None, Tensor | None]:
     """(the upstream gradient [rows], a power of two that was taken out of it or None).
 
     float16 cannot hold the gradient of a mean over thousands of rows: its logits' gradients are made for upstream
@@ -164,7 +166,7 @@ def _tamed(ce: Loss, p: Problem, d_loss: Tensor | None) -> tuple[Tensor | None, 
     if p.x.dtype != torch.float16 or flat.numel() == 0:
         return flat, None
     largest = flat.detach().float().abs().amax(0)  # torch_xla mistakes the shape of amax()
-    factor = torch.where(largest.isfinite() & (largest > 0), ce.power_above(largest), 1.0)
+    factor = torch.where(largest.isfinite() & (largest > 0), power_above(largest), 1.0)
     return flat.float() / factor, factor
 
 

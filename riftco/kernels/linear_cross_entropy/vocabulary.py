@@ -5,6 +5,7 @@ a time. Each block of dW is one matmul over all rows, summed in float32 inside i
 dtype, so no float32 dW exists; d_x is what is summed over blocks, in float32. 8 N C V flops instead of 6.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -67,7 +68,7 @@ def backward(
     for lo in range(0, p.V, columns):
         block = slice(lo, min(lo + columns, p.V))
         z = head.logits_of(x, inner, block, buffer[:, : block.stop - lo])
-        g = _d_logits(ce, p, z, target - lo, top, log_total, k, a, dead)
+        g = d_logits(ce.backward, p, z, target - lo, top, log_total, k, a, dead)
         torch.mm(g.t(), x, out=d_w[block])
         if need_x:
             accumulate(d_x, g.t(), p.weight[block], True)
@@ -110,7 +111,7 @@ def _coefficients(p: Problem, target, row_weight, upstream, top, log_total) -> t
     return torch.where(target < p.V, k, torch.nan), a
 
 
-def _d_logits(ce: "Loss", p: Problem, z, label, top, log_total, k, a, dead) -> Tensor:
+def d_logits(launch: Callable[..., Tensor], p: Problem, z, label, top, log_total, k, a, dead) -> Tensor:
     """The block's gradient: the launcher of d lse gives k p; the labels' entries are written over, p - 1 by expm1."""
     n, V = z.shape
     here = ((label >= 0) & (label < V)).unsqueeze(-1)
@@ -123,7 +124,7 @@ def _d_logits(ce: "Loss", p: Problem, z, label, top, log_total, k, a, dead) -> T
     at_label = (a.unsqueeze(-1) * log_p.expm1() + (k - a).unsqueeze(-1) * log_p.exp()) * slope
     first = torch.zeros(n, dtype=torch.int64, device=z.device)  # any class: only d lse is asked for
     options = (p.ignore_index if p.ignore_index != 0 else -1, 0.0, 0.0, p.softcap, p.logit_scale)
-    g = ce.backward(None, k, z, first, None, None, top, log_total, *options)
+    g = launch(None, k, z, first, None, None, top, log_total, *options)
     value = torch.where(here, at_label.to(g.dtype), g.gather(-1, index))
     return g.scatter_(-1, index, value).masked_fill_(dead, 0.0)
 
