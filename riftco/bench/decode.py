@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..models import Decoder
+from ..nn import Embedding, NF4Linear
 from ..serve import Engine, Request, Scheduler
 from . import timing
 from .engines import METHODS, SHAPES, random_decoder, random_tokens
@@ -25,9 +26,10 @@ from .rows import append, line
 
 COLUMNS = (
     "size", "layers", "method", "cache", "slots", "context", "graphs", "status", "why", "tokens", "tokens_s",
-    "median_ms", "p10_ms", "p90_ms", "kernels", "kernels_a_layer", "read_gib", "bound_tokens_s",
+    "median_ms", "p10_ms", "p90_ms", "kernels", "kernels_a_layer", "kernels_ms", "read_gib", "bound_tokens_s",
     "of_bound", "device", "machine", "date", "commit", "torch", "triton", "threads",
 )  # fmt: skip
+PROFILE = (*COLUMNS[:7], "kernel", "us", "launches", *COLUMNS[-7:])
 WARM_UP = 8  # steps before anything is timed; within them graphs are captured
 GRAPHS = {"off": False, "on": True}
 
@@ -61,20 +63,23 @@ def decode(scheduler: Scheduler, context: int, tokens: int) -> tuple[list[list[i
     return [t.tokens for t in tickets], times
 
 
-def kernels(scheduler: Scheduler, context: int) -> int:
-    """CUDA kernels, copies and fills of one eager decode step."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
+def kernels(scheduler: Scheduler, context: int) -> dict[str, tuple[float, int]]:
+    """Kernels, copies and fills of one decode step, replayed ones too: name -> (microseconds, launches)."""
     prompt = random_tokens(scheduler.engine, context)
     for slot in scheduler.engine.slots:
         scheduler.submit(Request(prompt, max_new_tokens=WARM_UP, slot=slot.id))
     scheduler.step()
     scheduler.step()
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         scheduler.step()
         torch.cuda.synchronize()
     scheduler.run()
-    device = torch.autograd.DeviceType.CUDA
-    return sum(e.device_type() == device for e in profile.profiler.kineto_results.events())
+    found: dict[str, tuple[float, int]] = {}
+    for event in profile.events():
+        if event.device_type == torch.profiler.DeviceType.CUDA:
+            us, launches = found.get(event.name, (0.0, 0))
+            found[event.name] = us + event.device_time, launches + 1
+    return found
 
 
 def recorded(engine: Engine) -> str:
@@ -85,11 +90,14 @@ def recorded(engine: Engine) -> str:
 
 
 def read_bytes(model: Decoder, engine: Engine, context: int) -> int:
-    """What a step must read: every weight but the embedding's other rows, and each slot's rows."""
-    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in model.state_dict().values()}
-    if not model.config.tie_word_embeddings:
-        embedding = model.state_dict()["model.embed_tokens.weight"]
-        del held[embedding.untyped_storage().data_ptr()]
+    """What a step must read: every weight, as kernels read it, but the embedding's other rows; and each slot's rows."""
+    held: dict[int, int] = {}
+    for module in model.modules():
+        tensors: list[torch.Tensor] = list(module.parameters(recurse=False))
+        if isinstance(module, NF4Linear):
+            tensors += [module.weight.codes, module.weight.scale]
+        if not isinstance(module, Embedding) or model.config.tie_word_embeddings:
+            held |= {t.data_ptr(): t.nbytes for t in tensors}
     return sum(held.values()) + engine.cache.nbytes * context // engine.window
 
 
@@ -109,9 +117,12 @@ def measure(engine: Engine, args: argparse.Namespace, context: int, bandwidth: f
         "bound_tokens_s": slots * bandwidth / read,
     }  # fmt: skip
     row["of_bound"] = row["tokens_s"] / row["bound_tokens_s"]
-    if engine.model.device.type == "cuda" and recorded(engine) != "on":
-        row["kernels"] = kernels(scheduler, context)
+    if engine.model.device.type == "cuda":
+        found = kernels(scheduler, context)
+        row["kernels"] = sum(launches for _, launches in found.values())
         row["kernels_a_layer"] = row["kernels"] / engine.model.config.num_layers
+        row["kernels_ms"] = sum(us for us, _ in found.values()) / 1e3
+        row["profile"] = found
     return row
 
 
@@ -141,8 +152,12 @@ def run(args: argparse.Namespace, out: pathlib.Path) -> int:
                     row = {"status": "failed", "why": reason_of(failed)}
                 row = dict.fromkeys(COLUMNS, "") | common | row
                 row |= {"slots": slots, "context": context, "graphs": recorded(engine)}
-                print(line(row, COLUMNS[:19]), flush=True)
+                print(line(row, COLUMNS[:20]), flush=True)
                 append(out, COLUMNS, [row])
+                if args.profile:
+                    each = sorted(row.get("profile", {}).items(), key=lambda item: -item[1][0])
+                    named = [row | {"kernel": name, "us": us, "launches": n} for name, (us, n) in each]
+                    append(args.profile, PROFILE, named)
                 status |= int(row["status"] != "ok")
                 del engine
                 gc.collect()
@@ -161,6 +176,7 @@ def main(arguments: list[str] | None = None, folder: str | pathlib.Path = "bench
     parser.add_argument("--graphs", nargs="+", choices=GRAPHS, default=list(GRAPHS))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=pathlib.Path, help="CSV; default <folder>/<date>-decode-<device>.csv")
+    parser.add_argument("--profile", type=pathlib.Path, help="CSV of the kernels of one step of each row, on a GPU")
     args = parser.parse_args(arguments)
     if min(*args.slots, *args.contexts, args.tokens) < 1:
         parser.error("sizes are 1 or more")

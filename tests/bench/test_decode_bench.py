@@ -43,3 +43,32 @@ def test_replies_that_differ_are_not_timed(tmp_path, monkeypatch):
         "1 of 1 replies differ from the steps before",
         "",
     )
+
+
+def test_kernels_of_a_step_come_slowest_first(tmp_path, monkeypatch):
+    real = decode.measure
+
+    def profiled(*args):
+        return real(*args) | {"profile": {"norm": (2.0, 3), "product": (9.0, 4)}}
+
+    monkeypatch.setattr(decode, "measure", profiled)
+    profile = tmp_path / "kernels.csv"
+    assert decode.main([*ARGS, "--graphs", "off", "--out", str(tmp_path / "rows.csv"), "--profile", str(profile)]) == 0
+    with open(profile) as f:
+        rows = list(csv.DictReader(f))
+    assert [(r["slots"], r["kernel"], r["us"], r["launches"]) for r in rows] == [
+        (slots, *kernel) for slots in "13" for kernel in (("product", "9.0", "4"), ("norm", "2.0", "3"))
+    ]
+    assert all(row["commit"] and row["context"] == "20" for row in rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", ["on", "off"])
+def test_kernels_on_a_gpu(tmp_path, graphs):
+    out, profile = tmp_path / "rows.csv", tmp_path / "kernels.csv"
+    args = ["--slots", "2", "--contexts", "20", "--tokens", "6", "--graphs", graphs]
+    assert decode.main([*args, "--out", str(out), "--profile", str(profile)]) == 0
+    with open(out) as f, open(profile) as g:
+        (row,), kernels = csv.DictReader(f), list(csv.DictReader(g))
+    assert int(row["kernels"]) == sum(int(k["launches"]) for k in kernels) > 22, "11 of each of 2 layers, and the rest"
+    assert any("_cached_fwd" in k["kernel"] for k in kernels) and row["graphs"].startswith(graphs)
