@@ -29,6 +29,7 @@ from ..models import Decoder
 from ..nn import GGUFLinear, LoRALinear, NF4Linear
 from ..train.state import on_host
 from .batch import Refused
+from .versions import State, Versions
 
 ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")  # also the name of a folder
 PREPARED = 8  # how many sets' layers are kept ready
@@ -45,7 +46,6 @@ class Use:
 
 
 AdapterSet = tuple[Use, ...]  # in order of ids; () is the base
-State = Mapping[str, Tensor]  # "<layer>.lora_A.weight" -> tensor
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Adapter:
     """One adapter: `versions[n - 1]` is version n; `shadow` holds the parameters that learn, if it may learn."""
 
     spec: LoraSpec
-    versions: list[State] = field(default_factory=list)
+    versions: Versions = field(default_factory=Versions)
     digests: list[str] = field(default_factory=list)
     shadow: dict[str, nn.Parameter] | None = None
 
@@ -214,14 +214,15 @@ class AdapterBank:
         """Take back the newest version, which served nobody yet."""
         adapter = self.of(id)
         self._forget(Use(id, adapter.version))
-        del adapter.versions[-1], adapter.digests[-1]
+        adapter.versions.take_back()
+        del adapter.digests[-1]
 
     def publish(self, id: str, state: State) -> None:
         """Add a version, which is not to be changed afterwards."""
         adapter = self.of(id)
         if adapter.versions:
-            _check_state(id, adapter.versions[0], state)
-        order = adapter.versions[0] if adapter.versions else state  # the optimizer knows parameters by their order
+            _check_state(id, adapter.versions[-1], state)
+        order = adapter.versions[-1] if adapter.versions else state  # the optimizer knows parameters by their order
         adapter.versions.append({name: state[name].to(self.model.device) for name in order})
         adapter.digests.append(digest(state))
 

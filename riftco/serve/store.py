@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from ..adapters import AdapterError
 from ..adapters.peft_config import CONFIG, peft_config, read_spec
@@ -118,13 +119,14 @@ class Store:
         for version in range(1, state["versions"] + 1):
             folder = where / "versions" / str(version)
             try:
-                weights = {k.removeprefix(PREFIX): t for k, t in load_file(folder / WEIGHTS).items()}
+                weights = self._version(id, version)
                 if version == 1:
                     bank.create(id, read_spec(folder), state=weights)
                 else:
                     bank.publish(id, weights)
-            except (OSError, SafetensorError, AdapterError) as why:
+            except (OSError, AdapterError) as why:
                 raise CheckpointError(f"{folder} is damaged ({why}); put it back from a copy") from why
+            self._let_go(id, bank)
             if bank.of(id).digests[-1] != state["digests"][version - 1]:
                 raise CheckpointError(f"{folder} was changed; its weights do not have the digest that was recorded")
         for orphan in (where / "versions").iterdir():  # written, and killed before the event that names it
@@ -176,11 +178,24 @@ class Store:
                 remove(root / f"step-{event:08d}")
             raise
         self.events[id], self.journals[id], self.versions[id] = event, journal, adapter.version
+        self._let_go(id, bank)
         self._drop(root, {f"step-{n:08d}" for n in (*journal, event)})
         try:
             self.audit.append(record)
         except OSError as why:  # the event stands: its line waits in memory, and in the checkpoint
             log.error("%s: %s; the line of event %d of %r is written later", self.audit.path, why, event, id)
+
+    def _version(self, id: str, version: int) -> dict[str, Tensor]:
+        folder = self._of(id) / "versions" / str(version)
+        try:
+            return {k.removeprefix(PREFIX): t for k, t in load_file(folder / WEIGHTS).items()}
+        except SafetensorError as why:
+            raise AdapterError(f"version {version} of adapter {id!r} is damaged ({why})") from why
+
+    def _let_go(self, id: str, bank: AdapterBank) -> None:
+        """Versions that lie on the disk and that nothing new is served under are read when they are asked for."""
+        device = bank.model.device
+        bank.of(id).versions.let_go(lambda version: {k: t.to(device) for k, t in self._version(id, version).items()})
 
     def _drop(self, root: pathlib.Path, kept: set[str]) -> None:
         """Remove what no undo may reach; what cannot be removed now is tried again after the next event."""

@@ -15,8 +15,8 @@ import torch
 from learns_until_killed import PROMPT, REPLY, event, start
 from objective import decoder, engine, prefill, tokens
 
-from riftco.adapters import load_adapter
-from riftco.serve import Refused, Store
+from riftco.adapters import AdapterError, load_adapter
+from riftco.serve import Refused, Store, Use
 from riftco.train.checkpoint import CheckpointError
 
 HERE = pathlib.Path(__file__).parent
@@ -217,3 +217,28 @@ def test_the_guard_takes_back_what_harms_the_probe():
     with made.bank.learning((), "a"):
         assert made.learner.probe_loss() - base != pytest.approx(rise, abs=1e-3)
     assert made.learner.pupils["a"].step == 0 and not made.learner.pupils["a"].journal
+
+
+def test_old_versions_are_read_from_the_disk(tmp_path):
+    """However often an adapter is promoted, two of its versions are in memory; any can serve and be rolled back to."""
+    made = start(tmp_path)
+    states = [{k: t.clone() for k, t in made.bank.of("a").versions[-1].items()}]
+    for n in (1, 2, 4, 6, 7):
+        event(made, n)
+        made.promote("a")
+        states.append({k: t.clone() for k, t in made.bank.of("a").versions[-1].items()})
+    for again in (False, True):
+        here = start(tmp_path) if again else made
+        adapter = here.bank.of("a")
+        assert [state is None for state in adapter.versions._held] == [True] * 4 + [False] * 2
+        for index, state in enumerate(states):
+            assert all(torch.equal(adapter.versions[index][k], t) for k, t in state.items())
+    here.rollback("a", 2)
+    assert adapter.version == 7 and adapter.digests[6] == adapter.digests[1]
+    with here.bank.serving((Use("a", 3),)):  # a turn that began long ago
+        pass
+    damaged = tmp_path / "adapters" / "a" / "versions" / "1" / "adapter_model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:50])
+    with pytest.raises(AdapterError, match="version 1 of adapter 'a' is damaged"):
+        here.rollback("a", 1)
+    assert adapter.version == 7
