@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import typer
 
 from .. import __version__
@@ -22,6 +24,9 @@ from . import (
     serve,
     train_tiny,
 )
+from .errors import BAD_INPUT
+
+SHARED = ("finetune", "bench")  # what several processes may run together
 
 app = typer.Typer(
     name="riftco",
@@ -41,8 +46,17 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
-) -> None: ...
+) -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and context.invoked_subcommand not in SHARED:
+        if os.environ.get("RANK", "0") == "0":
+            typer.echo(
+                f"riftco: torchrun started several processes, which only {' and '.join(SHARED)} share work among; "
+                "start this command without it",
+                err=True,
+            )
+        raise typer.Exit(BAD_INPUT)
 
 
 app.command("quickstart")(quickstart.quickstart)

@@ -14,6 +14,7 @@ BENCHES = {
     "ops": ("run", "Every op beside its peers."),
     "e2e": ("e2e", "A training step beside transformers + PEFT + bitsandbytes."),
     "step-graph": ("step_graph", "A training step, eager and recorded."),
+    "many-gpus": ("many_gpus", "torchrun: tokens/s of several GPUs, and a full fine-tune that one has no room for."),
     "learn-live": ("learn_live", "What neighbours notice of a learn: gaps between tokens, memory, the loss."),
     "learn-memory": ("learn_memory", "A learn's memory and time over long windows."),
     "decode": ("decode", "Tokens/s of decoding, beside what reading the weights allows."),

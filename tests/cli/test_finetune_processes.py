@@ -85,3 +85,11 @@ def test_a_refusal_is_printed_once(model, chat, tmp_path):
     found = ended(start(2, "-m", "riftco", *run), 60)
     assert [status for status, _, _ in found] == [2, 2]
     assert "--accumulate 1: a step of so many micro-batches" in found[0][2] and found[1][1:] == ("", "")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_other_commands_are_not_for_several_processes(monkeypatch, riftco, rank):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", str(rank))
+    said = riftco("quickstart", code=2).stderr
+    assert ("only finetune and bench share work among" in said) == (rank == 0) and (rank == 0 or not said)

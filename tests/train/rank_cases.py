@@ -272,6 +272,32 @@ def head(ranks: Ranks) -> dict:
     return {"results": results, "gradcheck": checked, "refused": refused}
 
 
+def planted(ranks: Ranks) -> dict:
+    """What the comparisons must see: processes that do not add up gradients, or a head's sums of exponentials."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from riftco.kernels.linear_cross_entropy import sharded
+
+    class Silent:
+        ReduceOp = torch.distributed.ReduceOp
+
+        @staticmethod
+        def all_reduce(t, op=torch.distributed.ReduceOp.SUM, group=None):
+            if op == torch.distributed.ReduceOp.MAX:
+                torch.distributed.all_reduce(t, op=op, group=group)
+
+    mesh = init_device_mesh(ranks.device.type, (ranks.world,))
+    x, w, _, target, _ = head_inputs(torch.float64, ranks.device)
+    sharded.dist = Silent
+    loss = linear_cross_entropy(x, distribute_tensor(w, mesh, [Shard(0)], src_data_rank=None), target)
+    sharded.dist = torch.distributed
+    summed, Ranks.sum_gradients = Ranks.sum_gradients, lambda self, params: None
+    steps = trained(ranks, "qlora", False)
+    Ranks.sum_gradients = summed
+    return {"head": float(loss), "losses": steps["losses"]}
+
+
 def adam_refuses(ranks: Ranks) -> dict:
     model = Sharded(model_of("full"), ranks)
     params = list(model.parameters())
@@ -288,6 +314,7 @@ def main(folder: str, device: str = "cpu") -> None:
     with ranks.until_done():
         results = {name: case(ranks) for name, case in TRAINED.items()}
         if device == "cpu":
+            results["planted"] = planted(ranks)
             results |= {case.__name__: case(ranks) for case in FAULTS} | {"adam_refuses": adam_refuses(ranks)}
         results["head"] = head(ranks)
         torch.save(results, pathlib.Path(folder) / f"{ranks.rank}.pt")
