@@ -104,12 +104,17 @@ def choose(name: str, device: str, dtype: torch.dtype = torch.float32) -> Choice
 
 def own(name: str, device: str, dtype: torch.dtype = torch.float32) -> Choice:
     """`choose` outside of any run. Pure but for the RIFTCO_IMPL request."""
-    op, asked = TABLE[name], os.environ.get("RIFTCO_IMPL", "")
+    return _own(name, device, dtype == torch.float64, os.environ.get("RIFTCO_IMPL", ""))
+
+
+@functools.cache  # a training step asks hundreds of times
+def _own(name: str, device: str, double: bool, asked: str) -> Choice:
+    op = TABLE[name]
     if asked and asked not in IMPLS:
         raise ValueError(f"RIFTCO_IMPL={asked!r}; accepted: {', '.join(IMPLS)}")
     if asked == "spec":
         return Choice(op.spec, "RIFTCO_IMPL=spec asks for the spec")
-    if dtype == torch.float64 and device in ("cpu", "cuda"):
+    if double and device in ("cpu", "cuda"):
         return Choice(op.spec, "float64 runs through the spec")
     if asked and device == "cpu":
         source = IMPLS[asked]

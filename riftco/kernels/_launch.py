@@ -8,9 +8,19 @@ import torch
 from torch import Tensor
 
 
+def cdiv(a: int, b: int) -> int:
+    """Triton's own is made for kernels as well, and costs a launcher ten times as much."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
 def on(t: Tensor) -> contextlib.AbstractContextManager:
     """Make `t`'s CUDA device current during a launch; nothing to do for the interpreter's CPU tensors."""
-    return torch.cuda.device(t.device) if t.is_cuda else contextlib.nullcontext()
+    here = not t.is_cuda or t.get_device() == torch.cuda.current_device()
+    return contextlib.nullcontext() if here else torch.cuda.device(t.device)
 
 
 def as_rows(t: Tensor) -> tuple[Tensor, int, int, int]:

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import on
+from ._launch import cdiv, on
 
 BLOCK = 512
 
@@ -33,6 +33,6 @@ def parts_for(y: Tensor, splits: int) -> Tensor:
 def join(parts: Tensor, bias: Tensor | None, y: Tensor) -> None:
     """Adds the parts, and `bias` [N] to every row, into y [..., N], contiguous."""
     with on(y):
-        _join[(triton.cdiv(y.numel(), BLOCK),)](
+        _join[(cdiv(y.numel(), BLOCK),)](
             parts, bias, y, y.numel(), y.shape[-1], SPLITS=parts.shape[0], HAS_BIAS=bias is not None, BLOCK=BLOCK,
         )  # fmt: skip

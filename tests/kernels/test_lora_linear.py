@@ -129,8 +129,8 @@ def test_float32_adapters_multiply_in_float32(device):
     assert ((y.double() - exact).abs() <= exact.abs() * 2**-7 + 1e-6).all()
     d_a = 2.0 * (d_y.double() @ b.double()).t() @ x.double()
     d_b = 2.0 * d_y.double().t() @ (x.double() @ a.double().t())
-    torch.testing.assert_close(a1.grad.double(), d_a, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(b1.grad.double(), d_b, rtol=1e-5, atol=1e-4)
+    for got, want in ((a1.grad, d_a), (b1.grad, d_b)):  # two bfloat16 terms of 8 bits each; one would be off by 2^-8
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=2**-13 * float(want.abs().max()))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy, under the interpreter
@@ -449,7 +449,7 @@ def test_errors(monkeypatch):
             "dropout",
         ),
         ("kernels", "stop = tl.minimum((s + 1) * rows_each, M)", "stop = M", "dropout"),
-        ("kernels", "HAS_KEEP and i == 0, HAS_ROWS, BM, BC, BR", "HAS_KEEP, HAS_ROWS, BM, BC, BR", "dropout"),
+        ("kernels", "HAS_KEEP and i == 0, HAS_ROWS, BM, BC", "HAS_KEEP, HAS_ROWS, BM, BC", "dropout"),
         ("kernels", "for i in tl.static_range(1, len(parts)):", "for i in tl.static_range(2, len(parts)):", "group"),
         ("kernels", "        first += ranks[i]\n    return w", "    return w", "group"),
         ("kernels", "xa_ptr + first, (ws[i],)", "xa_ptr, (ws[i],)", "group"),

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._launch import on
+from .._launch import cdiv, on
 from . import long, rows
 
 
@@ -57,5 +57,5 @@ def backward(
         fill = rows.backward if C <= rows.WHOLE else long.backward
         parts = fill(d_x, d_y, d_total, x, weight, mean, rstd, offset, need_x, need_weight, need_bias)
         for out, part in zip([t for t, need in ((d_weight, need_weight), (d_bias, need_bias)) if need], parts):
-            _add_parts[(triton.cdiv(C, 64),)](out, part, len(part), C, ROWS=32, BLOCK=64, num_warps=4)
+            _add_parts[(cdiv(C, 64),)](out, part, len(part), C, ROWS=32, BLOCK=64, num_warps=4)
     return d_x, d_weight, d_bias

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._launch import cdiv
 from .rows import _normed, _offset, rows_of
 
 BLOCK_C = 4096  # columns held at once
@@ -152,11 +153,11 @@ def backward(
             HAS_WEIGHT=weight is not None, BLOCK=BLOCK_C, num_warps=8,
         )  # fmt: skip
     rows, block = 16, 128
-    shares = min(SHARES, triton.cdiv(N, rows))
+    shares = min(SHARES, cdiv(N, rows))
     part = torch.empty(need_weight + need_bias, shares, C, dtype=torch.float32, device=x.device)
     if need_weight or need_bias:
-        _long_bwd_weight[(triton.cdiv(C, block), shares)](
-            part, d_y, x, mean, rstd, *d_strides, *x_strides, N, C, triton.cdiv(N, shares),
+        _long_bwd_weight[(cdiv(C, block), shares)](
+            part, d_y, x, mean, rstd, *d_strides, *x_strides, N, C, cdiv(N, shares),
             D_SPLIT=d_split, X_SPLIT=x_split, CENTRE=mean is not None, NEED_WEIGHT=need_weight, NEED_BIAS=need_bias,
             ROWS=rows, BLOCK=block, num_warps=4,
         )  # fmt: skip

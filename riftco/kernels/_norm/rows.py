@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._launch import as_rows
+from .._launch import as_rows, cdiv, next_power_of_2
 
 WHOLE = 16384  # columns a program holds at once
 TILE = 2048  # elements held at once by a program of several short rows
@@ -151,7 +151,7 @@ def tuning(C: int, itemsize: int) -> Tuning:
 
 def block_of(C: int) -> tuple[int, int]:
     """(rows a program takes, columns it holds)."""
-    block = triton.next_power_of_2(max(C, 16))
+    block = next_power_of_2(max(C, 16))
     return max(1, min(32, TILE // block)), block
 
 
@@ -165,7 +165,7 @@ def forward(y, total, mean, rstd, x, residual, weight, bias, eps: float, offset:
     rows, block = block_of(C)
     x, x_strides, x_split = rows_of(x)
     residual, r_strides, r_split = rows_of(residual)
-    _norm_fwd[(triton.cdiv(N, rows),)](
+    _norm_fwd[(cdiv(N, rows),)](
         y, total, mean, rstd, x, residual, weight, bias, *x_strides, *r_strides,
         0 if weight is None else weight.stride(0), 0 if bias is None else bias.stride(0), N, C, eps, offset,
         X_SPLIT=x_split, R_SPLIT=r_split, CENTRE=centre, HAS_RESIDUAL=residual is not None,
@@ -181,7 +181,7 @@ def backward(
     C, N = x.shape[-1], x.shape[:-1].numel()
     rows, block = block_of(C)
     tuned = tuning(C, x.element_size())
-    tiles = triton.cdiv(N, rows)
+    tiles = cdiv(N, rows)
     each = tuned.each if need_weight or need_bias else tuned.frozen_each
     programs = min(tiles, processors(x) * each) if each else tiles
     part = torch.empty(need_weight + need_bias, programs, C, dtype=torch.float32, device=x.device)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._launch import on
+from .._launch import cdiv, on
 from . import quantized, spec
 from .layout import dense_in_memory, in_one_order
 
@@ -316,7 +316,7 @@ def advance(steps: list[Tensor], committed: Tensor) -> None:
     if steps:
         table = _copied(*_place(steps[0].device), _addresses(steps))
         with on(steps[0]):
-            _advance[(triton.cdiv(len(steps), BLOCK),)](table, len(steps), committed, BLOCK=BLOCK)
+            _advance[(cdiv(len(steps), BLOCK),)](table, len(steps), committed, BLOCK=BLOCK)
 
 
 def step(

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._dot import dot
-from .._launch import on
+from .._launch import cdiv, on
 from . import route, spec
 from .arguments import Inputs
 from .tiles import (
@@ -392,7 +392,7 @@ def backward(
     with on(q):
         rows = max(1, min(64, route.ROW_PRODUCTS // PAD))
         strides = (0, 0) if d_lse is None else d_lse.stride()
-        _cached_rows[(triton.cdiv(total, rows) * H,)](
+        _cached_rows[(cdiv(total, rows) * H,)](
             d_out, out, d_lse, delta, largest, total, H, *d_out.stride(), *strides, D=D, PAD=PAD, M=rows, SCALED=scaled
         )
         if scaled and inputs.runs:

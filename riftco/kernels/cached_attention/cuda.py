@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._launch import on
+from .._launch import next_power_of_2, on
 from . import backward as backward_kernels
 from . import forward as forward_kernels
 from .arguments import Inputs
@@ -89,13 +89,13 @@ def write(
     total, K, D = k.shape
     if total == 0:
         return
-    PAD = max(32, triton.next_power_of_2(D))
+    PAD = max(32, next_power_of_2(D))
     scales = [(0, 0, 0) if s is None else s.stride()[:3] for s in (k_scale, v_scale)]
     with on(k):
         _cached_write[(total,)](
             rows.contiguous(), k, v, k_cache, v_cache, k_scale, v_scale, k_cache.shape[1],
             k_cache.shape[0] * k_cache.shape[1], K, *k.stride(), *v.stride(), *k_cache.stride()[:3],
             *v_cache.stride()[:3], *scales[0], *scales[1], D=D, PAD=PAD,
-            HEADS=max(1, min(triton.next_power_of_2(K), 4096 // PAD)), QUANTIZED=k_scale is not None,
+            HEADS=max(1, min(next_power_of_2(K), 4096 // PAD)), QUANTIZED=k_scale is not None,
             SMALLEST=SMALLEST, enable_fp_fusion=False,
         )  # fmt: skip

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._launch import on
+from .._launch import cdiv, next_power_of_2, on
 
 BLOCK = 1024  # values of a row that a program takes
 AHEAD = 8  # rows that it loads before it adds the first
@@ -74,8 +74,8 @@ def _unscatter(out_ptr, d_ptr, ids_ptr, owner_ptr, rows, C, sd, sdc, TAKE: tl.co
 
 
 def _grid(rows: int, C: int) -> tuple[tuple[int, int], int]:
-    block = min(BLOCK, max(triton.next_power_of_2(C), 16))
-    return (rows, triton.cdiv(C, block)), block
+    block = min(BLOCK, max(next_power_of_2(C), 16))
+    return (rows, cdiv(C, block)), block
 
 
 def forward(weight: Tensor, ids: Tensor) -> Tensor:

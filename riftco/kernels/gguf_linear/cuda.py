@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import _frozen, _splits
 from .._dot import dot
-from .._launch import as_rows, on
+from .._launch import as_rows, cdiv, next_power_of_2, on
 from .formats import FORMATS
 from .route import SCRATCH_BYTES, route
 
@@ -159,7 +159,7 @@ def _product(x: Tensor, packed: Tensor, bias: Tensor | None, format: str, output
     rows, inner, stride_o, stride_i = as_rows(x)
     parts = _splits.parts_for(y, r.splits)
     with on(x):
-        _few[(triton.cdiv(M, r.rows) * triton.cdiv(outputs, r.outputs) * r.splits,)](
+        _few[(cdiv(M, r.rows) * cdiv(outputs, r.outputs) * r.splits,)](
             rows, _readable(packed), bias, parts, inner, stride_o, stride_i, rows.stride(-1), packed.shape[1],
             M, outputs, x.shape[-1], r.part, FORMAT=format, SIZE=f.block, BYTES=f.bytes, FORWARD=forward,
             HAS_BIAS=bias is not None and r.splits == 1, BM=r.rows, BO=r.outputs, BR=r.step,
@@ -180,9 +180,9 @@ def _decode(packed: Tensor, format: str, row0: int, col0: int, out: Tensor) -> T
     """The part of W that starts at [row0, col0], into `out`, contiguous; `packed` as `_readable` gives it."""
     f = FORMATS[format]
     if out.numel():
-        block = min(BLOCK, triton.next_power_of_2(out.shape[1]))
+        block = min(BLOCK, next_power_of_2(out.shape[1]))
         with on(packed):
-            _tile[(out.shape[0] * triton.cdiv(out.shape[1], block),)](
+            _tile[(out.shape[0] * cdiv(out.shape[1], block),)](
                 packed, out, packed.shape[1], row0, col0, out.shape[1],
                 FORMAT=format, SIZE=f.block, BYTES=f.bytes, BLOCK=block,
             )  # fmt: skip

@@ -7,10 +7,9 @@ outputs, one sums all gradients of A and B. kernels.py has the kernels, tiles.py
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
-from .._launch import as_rows, on
+from .._launch import as_rows, cdiv, on
 from ..attention.philox import threshold
 from . import kernels, tiles
 from .base import dtypes, launcher, unpack
@@ -82,7 +81,7 @@ def _down(x: Tensor, seed: Tensor | None, dropout_p: float, rows: Tensor | None,
         return out[0]
     lines, where = _lines(x)
     with on(x):
-        kernels.down[(triton.cdiv(M, tile.BM) * triton.cdiv(R, tile.BR) * tile.splits,)](
+        kernels.down[(cdiv(M, tile.BM) * cdiv(R, tile.BR) * tile.splits,)](
             lines, seed, rows, tuple(ws), tuple(w.stride() for w in ws), ranks, out, where, threshold(dropout_p),
             inverse_keep(seed, dropout_p), M, C, R, x.shape[:-1].numel(), tile.splits, tile.width,
             SPLIT=_split((where,), (lines,)), HAS_KEEP=seed is not None, HAS_ROWS=rows is not None,
@@ -101,9 +100,9 @@ def _down_each(ts: list[Tensor], rows: Tensor | None, ws: list[Tensor], scales: 
         return out[0]
     lines, wheres = zip(*map(_lines, ts))
     with on(ts[0]):
-        kernels.down_each[(triton.cdiv(M, tile.BM) * triton.cdiv(max(ranks), tile.BR) * tile.splits * len(ts),)](
+        kernels.down_each[(cdiv(M, tile.BM) * cdiv(max(ranks), tile.BR) * tile.splits * len(ts),)](
             lines, rows, tuple(ws), tuple(w.stride()[::-1] for w in ws), ranks, out, wheres, tuple(scales),
-            M, widths, R, triton.cdiv(max(ranks), tile.BR), ts[0].shape[:-1].numel(), tile.splits,
+            M, widths, R, cdiv(max(ranks), tile.BR), ts[0].shape[:-1].numel(), tile.splits,
             tile.width, SPLIT=_split(wheres, lines), HAS_ROWS=rows is not None,
             BM=tile.BM, BC=tile.BC, BR=tile.BR, num_stages=tiles.STAGES, num_warps=tile.warps,
         )  # fmt: skip
@@ -115,11 +114,11 @@ def _up_each(ys: list[Tensor], rows: Tensor | None, xa: Tensor, ws: list[Tensor]
     M, widths = _count(ys[0], rows), tuple(y.shape[-1] for y in ys)
     ranks, R = _ranks(ws, 1)
     tile = tiles.up(M, max(ranks))
-    blocks = sum(triton.cdiv(N, tile.BN * tile.tiles) for N in widths)
+    blocks = sum(cdiv(N, tile.BN * tile.tiles) for N in widths)
     if M == 0 or blocks == 0:
         return
     with on(xa):
-        kernels.up_each[(triton.cdiv(M, tile.BM) * blocks,)](
+        kernels.up_each[(cdiv(M, tile.BM) * blocks,)](
             tuple(ys), rows, xa, tuple(ws), tuple(w.stride()[::-1] for w in ws), ranks, tuple(scales), M, widths, R,
             ys[0].shape[:-1].numel(), HAS_ROWS=rows is not None, BM=tile.BM, BN=tile.BN, BR=tile.BR,
             TILES=tile.tiles, num_stages=1, num_warps=tile.warps,
@@ -141,7 +140,7 @@ def _up(
     if M == 0 or C == 0:
         return
     with on(first):
-        kernels.up[(triton.cdiv(M, tile.BM) * triton.cdiv(C, tile.BN * tile.tiles),)](
+        kernels.up[(cdiv(M, tile.BM) * cdiv(C, tile.BN * tile.tiles),)](
             tuple(parts), seed, rows, g, tuple(ws), tuple(w.stride() for w in ws), ranks, threshold(dropout_p),
             inverse_keep(seed, dropout_p), M, C, R, first.shape[:-1].numel(),
             HAS_KEEP=seed is not None, HAS_ROWS=rows is not None, BM=tile.BM, BN=tile.BN, BR=tile.BR,
@@ -172,7 +171,7 @@ def _grads(
     if not products:
         return torch.empty(0, dtype=torch.float32, device=d_ys[0].device)
     M = _count(d_ys[0], rows)
-    tile = tiles.grads(M, [(p[0].shape[-1], p[3]) for p in products], d_ys[0].dtype.itemsize >= 4)
+    tile = tiles.grads(M, [(p[0].shape[-1], p[3]) for p in products], d_ys[0].dtype.itemsize >= 4, need_a)
     out = torch.empty(tile.splits, total, dtype=torch.float32, device=d_ys[0].device)
     if M == 0 or total == 0:
         out.zero_()
@@ -182,9 +181,10 @@ def _grads(
         with on(out):
             kernels.grads[(tile.programs * tile.splits,)](
                 lines, seed, rows, partners, columns, out, wheres, places, strides, threshold(dropout_p), factors, M,
-                tuple(t.shape[-1] for t in ts), widths_r, R, total, triton.cdiv(M, tile.splits), tile.splits,
+                tuple(t.shape[-1] for t in ts), widths_r, R, total, cdiv(M, tile.splits), tile.splits,
                 d_ys[0].shape[:-1].numel(), SPLIT=_split(wheres, lines),
                 HAS_KEEP=seed is not None and need_a, HAS_ROWS=rows is not None,
-                BM=tile.BM, BC=tile.BC, BR=tile.BR, num_stages=tiles.STAGES, num_warps=tile.warps,
+                BM=tile.BM, BC=tile.BC, BR=tile.BR, BR_B=tile.BR_B,
+                num_stages=tiles.STAGES, num_warps=tile.warps,
             )  # fmt: skip
     return out[0] if tile.splits == 1 else out.sum(0)

@@ -1,7 +1,7 @@
 """The adapters' Triton kernels, over tuples of members. M rows, C features, R ranks; sums in float32.
 
-A bfloat16 operand beside a float32 one is not widened: the float32 one is taken apart into three bfloat16 terms that
-add up to it exactly, so that tensor cores make float32 products.
+A bfloat16 operand beside a float32 one is not widened: the float32 one is taken apart into two bfloat16 terms, which
+hold it to 2^-17, so that tensor cores make products far finer than the bfloat16 operand is.
 """
 
 import triton
@@ -12,23 +12,22 @@ from ..attention.cuda.scores import kept
 
 
 @triton.jit
-def thirds(t):
-    """float32 t as bfloat16 terms high + mid + low = t; inf and NaN are in the first alone."""
+def halves(t):
+    """float32 t as bfloat16 terms high + low, to 2^-17; inf and NaN are in the first alone."""
     high = t.to(tl.bfloat16)
     rest = tl.where(tl.abs(high.to(tl.float32)) == float("inf"), 0.0, t - high.to(tl.float32))
-    mid = rest.to(tl.bfloat16)
-    return high, mid, (rest - mid.to(tl.float32)).to(tl.bfloat16)
+    return high, rest.to(tl.bfloat16)
 
 
 @triton.jit
 def product(a, b):
-    """a b in float32: of bfloat16 and float32 exactly, of two 16-bit operands as they are, of others in float32."""
+    """a b in float32: of bfloat16 and float32 to 2^-17, of two 16-bit operands as they are, of others in float32."""
     if a.dtype == tl.bfloat16 and b.dtype == tl.float32:
-        high, mid, low = thirds(b)
-        out = dot(a, low) + dot(a, mid) + dot(a, high)
+        high, low = halves(b)
+        out = dot(a, low) + dot(a, high)
     elif a.dtype == tl.float32 and b.dtype == tl.bfloat16:
-        high, mid, low = thirds(a)
-        out = dot(low, b) + dot(mid, b) + dot(high, b)
+        high, low = halves(a)
+        out = dot(low, b) + dot(high, b)
     elif a.dtype == b.dtype:
         out = dot(a, b)
     else:
@@ -42,9 +41,9 @@ def product_for(a, b, out_dtype: tl.constexpr):
     if out_dtype == tl.float32 or a.dtype != tl.float32:
         out = dot(a, b)
     else:
-        a_high, a_mid, _ = thirds(a)
-        b_high, b_mid, _ = thirds(b)
-        out = dot(a_mid, b_high) + dot(a_high, b_mid) + dot(a_high, b_high)
+        a_high, a_low = halves(a)
+        b_high, b_low = halves(b)
+        out = dot(a_low, b_high) + dot(a_high, b_low) + dot(a_high, b_high)
     return out
 
 
@@ -246,7 +245,7 @@ def _grad_tile(
 def grads(
     ins, seed_ptr, rows_ptr, partners, columns, out_ptr, wheres, places, strides, limit, factors, M, widths, ranks, R,
     total, rows_each, splits, lines, SPLIT: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_ROWS: tl.constexpr,
-    BM: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr,
+    BM: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BR_B: tl.constexpr,
 ):  # fmt: skip
     """All gradients of A and B, out [splits, total]; dropout's mask is for the first product, that of x."""
     s = (tl.program_id(0) % splits).to(tl.int64)
@@ -254,11 +253,12 @@ def grads(
     before = 0
     for i in tl.static_range(len(ins)):
         tiles_c = tl.cdiv(widths[i], BC)
-        count = tiles_c * tl.cdiv(ranks[i], BR)
+        count = tiles_c * tl.cdiv(ranks[i], BR if i == 0 else BR_B)
         if (tile >= before) & (tile < before + count):
             _grad_tile(
                 ins[i], seed_ptr, rows_ptr, partners[i] + columns[i], out_ptr + s * total + places[i], wheres[i],
                 strides[i][0], strides[i][1], limit, factors[i], (tile - before) % tiles_c, (tile - before) // tiles_c,
-                s, M, widths[i], ranks[i], R, rows_each, lines, SPLIT, HAS_KEEP and i == 0, HAS_ROWS, BM, BC, BR,
+                s, M, widths[i], ranks[i], R, rows_each, lines, SPLIT, HAS_KEEP and i == 0, HAS_ROWS, BM, BC,
+                BR if i == 0 else BR_B,
             )  # fmt: skip
         before += count

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._launch import as_rows, on
+from .._launch import as_rows, cdiv, on
 
 BLOCK_N = 128
 BLOCK_M = 32
@@ -66,7 +66,7 @@ def forward(z: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
     lines, inner, stride_o, stride_i = as_rows(z)
     bias = None if bias is None else bias.contiguous()
     with on(z):
-        rescale_fwd[(triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N),)](
+        rescale_fwd[(cdiv(M, BLOCK_M) * cdiv(N, BLOCK_N),)](
             lines, gain.contiguous(), bias, y, (inner, stride_o, stride_i, lines.stride(-1)), M, N,
             HAS_BIAS=bias is not None, BM=BLOCK_M, BN=BLOCK_N,
         )  # fmt: skip
@@ -76,8 +76,8 @@ def forward(z: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
 def backward(d_y: Tensor, z: Tensor, gain: Tensor, need_z: bool, need_gain: bool) -> tuple[Tensor, Tensor]:
     M, N = d_y.shape[:-1].numel(), d_y.shape[-1]
     d_z = torch.empty(d_y.shape if need_z else 0, dtype=d_y.dtype, device=d_y.device)
-    tiles = triton.cdiv(N, BLOCK_N)
-    splits = max(1, min(SPLITS, triton.cdiv(M, SPLIT_ROWS), triton.cdiv(PROGRAMS, max(tiles, 1))))
+    tiles = cdiv(N, BLOCK_N)
+    splits = max(1, min(SPLITS, cdiv(M, SPLIT_ROWS), cdiv(PROGRAMS, max(tiles, 1))))
     out = torch.empty(splits, N if need_gain else 0, dtype=torch.float32, device=d_y.device)
     if M == 0 or N == 0:
         return d_z, out.zero_()[0]
@@ -86,7 +86,7 @@ def backward(d_y: Tensor, z: Tensor, gain: Tensor, need_z: bool, need_gain: bool
     with on(d_y):
         rescale_bwd[(tiles * splits,)](
             lines_y, lines_z, gain.contiguous(), d_z, out, (*where_y, lines_y.stride(-1)),
-            (*where_z, lines_z.stride(-1)), M, N, triton.cdiv(M, splits), splits,
+            (*where_z, lines_z.stride(-1)), M, N, cdiv(M, splits), splits,
             NEED_Z=need_z, NEED_GAIN=need_gain, BM=BLOCK_M, BN=BLOCK_N,
         )  # fmt: skip
     return d_z, out.sum(0) if splits > 1 else out[0]

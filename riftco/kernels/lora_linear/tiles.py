@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .._launch import cdiv
+
 STAGES = 2
-PROGRAMS = 1024  # a reduction is cut into pieces until there are so many: they are short, and wait for memory
+PROGRAMS = 512  # a reduction is cut into pieces until there are so many: they are short, and wait for memory
 GRAD_PROGRAMS = 1024  # these are short and many: the partial sums they write are small beside what they read
-GRAD_SPLITS = 32  # most partial sums of a gradient over the rows
+GRAD_SPLITS = 16  # most partial sums of a gradient over the rows
 SPLIT_COLUMNS = 256  # fewest features, and rows, worth a partial sum
 SPLIT_ROWS = 256
 
@@ -17,6 +19,7 @@ class Tile:
     BM: int
     BC: int = 64
     BR: int = 16
+    BR_B: int = 16  # of the gradients of B, whose ranks do not stand side by side
     BN: int = 64
     splits: int = 1
     width: int = 64  # features of a split, whole tiles
@@ -28,25 +31,30 @@ class Tile:
 def down(M: int, C: int, R: int, wide: bool, members: int = 1) -> Tile:
     """x [M, C] A^T [C, R]; few rows share the features out among programs. wide: x is float32, whose products are made
     outside the tensor cores and need more registers."""
-    BM, BC, BR = _rows(M), 64, _ranks(R, 32 if wide else 64)
-    programs = _cdiv(M, BM) * _cdiv(R, BR) * members
-    wanted = max(1, min(PROGRAMS // max(programs, 1), _cdiv(C, SPLIT_COLUMNS)))
-    width = max(1, _cdiv(_cdiv(C, BC), wanted)) * BC
-    return Tile(BM, BC, BR, splits=max(1, _cdiv(C, width)), width=width, warps=_warps(BR, wide))
+    BM, BR = _rows(M), _ranks(R, 32 if wide else 64)
+    BC = 128 if BR > 32 else 64
+    programs = cdiv(M, BM) * cdiv(R, BR) * members
+    wanted = max(1, min(PROGRAMS // max(programs, 1), cdiv(C, SPLIT_COLUMNS)))
+    width = max(1, cdiv(cdiv(C, BC), wanted)) * BC
+    return Tile(BM, BC, BR, splits=max(1, cdiv(C, width)), width=width, warps=_warps(BR, wide))
 
 
 def up(M: int, R: int) -> Tile:
     """y [M, N] += x A^T [M, R] B^T [R, N]: bound by y's bytes."""
-    return Tile(_rows(M), BR=_ranks(R, 64), BN=64, tiles=4 if M > 32 else 1, warps=8 if R > 16 else 4)
+    return Tile(_rows(M), BR=_ranks(R, 64), tiles=4 if M > 32 and R <= 16 else 1)
 
 
-def grads(M: int, products: list[tuple[int, int]], wide: bool) -> Tile:
-    """(features, rank) of each product [rank, M] [M, features]; the rows are shared out among programs."""
-    BR = _ranks(max(R for _, R in products), 32 if wide else 64)
-    BC = 64 if wide else 128 if BR > 16 else 256  # the partner is taken apart once for so many features
-    programs = sum(_cdiv(C, BC) * _cdiv(R, BR) for C, R in products)
-    splits = max(1, min(GRAD_SPLITS, _cdiv(M, SPLIT_ROWS), _cdiv(GRAD_PROGRAMS, max(programs, 1))))
-    return Tile(32, BC, BR, splits=splits, programs=programs, warps=_warps(BR, wide))
+def grads(M: int, products: list[tuple[int, int]], wide: bool, first: bool) -> Tile:
+    """(features, rank) of each product [rank, M] [M, features]; the rows are shared out among programs. first: one of
+    them is that of all A."""
+    most = 32 if wide else 64
+    BR_B = _ranks(max((R for _, R in products[first:]), default=1), most)
+    BR = _ranks(products[0][1], most) if first else BR_B
+    BC = 64 if wide else 128 if max(BR, BR_B) > 16 else 256  # the partner is taken apart once for so many features
+    programs = sum(cdiv(C, BC) * cdiv(R, BR if i == 0 else BR_B) for i, (C, R) in enumerate(products))
+    splits = max(1, min(GRAD_SPLITS, cdiv(M, SPLIT_ROWS), cdiv(GRAD_PROGRAMS, max(programs, 1))))
+    warps = _warps(max(BR, BR_B), wide)
+    return Tile(32 if wide else 64, BC, BR, BR_B, splits=splits, programs=programs, warps=warps)
 
 
 def _rows(M: int) -> int:
@@ -59,7 +67,3 @@ def _ranks(R: int, most: int) -> int:
 
 def _warps(BR: int, wide: bool) -> int:
     return 8 if (32 if wide else 64) <= BR else 4
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)

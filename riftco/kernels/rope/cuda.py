@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._launch import on
+from .._launch import next_power_of_2, on
 
 TILE = 2048  # pairs held at once
 
@@ -84,8 +84,8 @@ def _launch(out: list[Tensor], x: list[Tensor], cos, sin, positions, interleaved
     if positions is not None:
         positions = positions.reshape(B, T)
     half = cos.shape[1]
-    block = triton.next_power_of_2(max(half, 16))
-    heads = max(1, min(triton.next_power_of_2(max(H, k.shape[2], 1)), TILE // block))
+    block = next_power_of_2(max(half, 16))
+    heads = max(1, min(next_power_of_2(max(H, k.shape[2], 1)), TILE // block))
     with on(q):
         _rope[(B * T,)](
             q_out, q, k_out, k, cos, sin, positions,

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._launch import as_rows, on
+from .._launch import as_rows, cdiv, next_power_of_2, on
 from . import spec
 
 BLOCK_F = 2048
@@ -79,8 +79,8 @@ def _glu_bwd(
 def _grid(t: Tensor) -> tuple[int, int, int]:
     """(programs, stretches of a row, elements of a stretch)."""
     F = t.shape[-1]
-    block = min(BLOCK_F, triton.next_power_of_2(max(F, 16)))
-    blocks = triton.cdiv(F, block)
+    block = min(BLOCK_F, next_power_of_2(max(F, 16)))
+    blocks = cdiv(F, block)
     return t.shape[:-1].numel() * blocks, blocks, block
 
 

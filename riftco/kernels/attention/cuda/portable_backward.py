@@ -6,10 +6,9 @@ Scores are recomputed in every one of them; all are bit-equal between runs.
 import math
 
 import torch
-import triton
 from torch import Tensor
 
-from ..._launch import on
+from ..._launch import cdiv, on
 from . import portable_dbias, portable_delta, portable_dkdv, portable_dq
 from .portable_launch import Call
 
@@ -48,9 +47,9 @@ def backward(
             d_bias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
             _, launch = call.cut("dq", call.T)
             every = [size == 1 for size in bias.shape[:3]]
-            owned = call.B, call.H, triton.cdiv(call.T, launch["M"])
+            owned = call.B, call.H, cdiv(call.T, launch["M"])
             programs = math.prod(1 if walked else n for walked, n in zip(every, owned))
-            programs *= triton.cdiv(call.S, launch["N"])
+            programs *= cdiv(call.S, launch["N"])
             portable_dbias.attention_dbias[(programs,)](
                 q, k, v, d_out, d_bias, lse, delta, G=call.G,
                 **dict(zip(("ALL_B", "ALL_H", "ALL_T"), every)), **call.arguments, **launch,

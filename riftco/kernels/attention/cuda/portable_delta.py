@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..._launch import cdiv
 from ..route import ROW_PRODUCTS
 from . import masks, scores
 from .portable_launch import SIZES, Call
@@ -73,7 +74,7 @@ def prepare(
     scaled = d_out.dtype == torch.float16
     largest = torch.empty_like(lse) if scaled else None
     M = max(1, min(64, ROW_PRODUCTS // call.way.Dv))
-    tiles = triton.cdiv(call.T, M)
+    tiles = cdiv(call.T, M)
     d_out, out = (t if t.dim() == 4 else t.unsqueeze(0) for t in (d_out, out))
     attention_delta[(tiles * call.B * call.H,)](
         d_out, out, lse, None if d_lse is None else d_lse.contiguous(), delta, largest, call.B, call.T, call.H, tiles,

@@ -3,9 +3,9 @@
 import math
 
 import torch
-import triton
 from torch import Tensor
 
+from ..._launch import cdiv
 from .. import philox
 from ..route import route_of
 from ..spec import softmax_scale
@@ -77,7 +77,7 @@ class Call:
     def cut(self, kernel: str, length: int) -> tuple[int, dict[str, int]]:
         """(tiles along `length`, launch arguments) of a kernel that owns tiles of query rows, or for dkdv of keys."""
         M, N, warps, stages = getattr(self.way.tiles, kernel)
-        tiles = triton.cdiv(length, N if kernel == "dkdv" else M)
+        tiles = cdiv(length, N if kernel == "dkdv" else M)
         return tiles, {"n_tiles": tiles, "M": M, "N": N, "num_warps": warps, "num_stages": stages}
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ... import _splits
 from ..._dot import dot
-from ..._launch import as_rows, on
+from ..._launch import as_rows, cdiv, on
 from ..route import STEP, Route
 from . import lookup
 
@@ -131,7 +131,7 @@ def _backward(
 def row(x: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None, y: Tensor, block_size: int, r: Route) -> None:
     N, K = y.shape[-1], x.shape[-1]
     with on(x):
-        _row[(triton.cdiv(N, r.tile.outputs),)](
+        _row[(cdiv(N, r.tile.outputs),)](
             _in_pairs(x), codes, absmax, bias, y, N, K // 2, K // block_size,
             BLOCK_SIZE=block_size, HAS_BIAS=bias is not None, ROWS=r.tile.outputs, BYTES=r.tile.rows,
             num_warps=r.tile.warps, num_stages=r.tile.stages,
@@ -144,7 +144,7 @@ def forward(
     M, N, K = x.shape[:-1].numel(), y.shape[-1], x.shape[-1]
     parts = _splits.parts_for(y, r.splits)
     with on(x):
-        _forward[(triton.cdiv(N, r.tile.outputs) * r.splits,)](
+        _forward[(cdiv(N, r.tile.outputs) * r.splits,)](
             _in_pairs(x), codes, absmax, bias, parts, M, N, K, K // 2, K // block_size, r.part,
             BLOCK_SIZE=block_size, HAS_BIAS=bias is not None and r.splits == 1, BM=r.tile.rows, BN=r.tile.outputs,
             BK=STEP, num_warps=r.tile.warps, num_stages=r.tile.stages,

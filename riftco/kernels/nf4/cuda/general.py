@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..._dot import dot
-from ..._launch import as_rows, on
+from ..._launch import as_rows, cdiv, on
 from ..route import Route
 from . import scratch
 
@@ -58,7 +58,7 @@ def forward(
     M, N, K, t = x.shape[:-1].numel(), y.shape[-1], x.shape[-1], r.tile
     rows, inner, stride_o, stride_i = as_rows(x)
     with on(x):
-        _forward[(triton.cdiv(M, t.rows) * triton.cdiv(N, t.outputs),)](
+        _forward[(cdiv(M, t.rows) * cdiv(N, t.outputs),)](
             rows, codes, absmax, bias, y, inner, stride_o, stride_i, rows.stride(-1), M, N, K,
             BLOCK_SIZE=block_size, HAS_BIAS=bias is not None, BM=t.rows, BN=t.outputs,
             BK=STEP_BYTES // x.element_size(), num_warps=t.warps, num_stages=t.stages,
@@ -69,7 +69,7 @@ def backward(d_y: Tensor, codes: Tensor, absmax: Tensor, d_x: Tensor, block_size
     M, N, K, t = d_y.shape[:-1].numel(), d_y.shape[-1], d_x.shape[-1], r.tile
     rows, inner, stride_o, stride_i = as_rows(d_y)
     with on(d_y):
-        _backward[(triton.cdiv(M, t.rows) * triton.cdiv(K, t.outputs),)](
+        _backward[(cdiv(M, t.rows) * cdiv(K, t.outputs),)](
             rows, codes, absmax, d_x, inner, stride_o, stride_i, rows.stride(-1), M, N, K,
             BLOCK_SIZE=block_size, BM=t.rows, BN=STEP_BYTES // d_y.element_size(), BK=t.outputs,
             num_warps=t.warps, num_stages=t.stages,

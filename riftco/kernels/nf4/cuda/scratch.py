@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..._launch import on
+from ..._launch import cdiv, on
 from . import lookup
 
 BLOCK = 1024  # elements that a program decodes
@@ -60,11 +60,11 @@ def decode(codes: Tensor, absmax: Tensor, row0: int, col0: int, K: int, block_si
     with on(codes):
         if all(n % GROUP == 0 for n in (K, col0, cols, block_size)):
             count = rows * cols // GROUP
-            _groups[(triton.cdiv(count, GROUPS),)](
+            _groups[(cdiv(count, GROUPS),)](
                 codes, absmax, out, K, row0, col0, cols, count, BLOCK_SIZE=block_size, GROUP=GROUP, GROUPS=GROUPS,
             )  # fmt: skip
         else:
-            _tile[(rows * triton.cdiv(cols, BLOCK),)](
+            _tile[(rows * cdiv(cols, BLOCK),)](
                 codes, absmax, out, K, row0, col0, cols, BLOCK_SIZE=block_size, BLOCK=BLOCK,
             )  # fmt: skip
     return out

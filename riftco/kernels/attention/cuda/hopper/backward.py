@@ -3,13 +3,12 @@
 import functools
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ...._launch import on
+from ...._launch import cdiv, on
 from ...spec import softmax_scale
 from . import descriptors, preprocess, schedule
 from .backward_tiles import FIELDS, RING, Form, Shared, producer
@@ -168,7 +167,7 @@ def _walk(
     S, K = k.shape[-3:-1]
     B = 1 if cu_q is not None else q.shape[0]
     table = None
-    n_tiles = triton.cdiv(S - start, KEYS)
+    n_tiles = cdiv(S - start, KEYS)
     if cu_q is not None:
         table = schedule.table((cu_k - start).clamp(min=0) if start else cu_k, cu_q, S - start, T, KEYS, False)
         n_tiles = table.shape[0]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
-from ...._launch import on
+from ...._launch import cdiv, on
 from . import descriptors, preprocess, schedule
 from .backward_wide_kv import dkdv_kernel
 from .backward_wide_q import dq_kernel
@@ -85,7 +84,7 @@ def keys_gradient(
     """dK and dV of the keys from kv_grad_start on, at head dims above 128."""
     S, K = k.shape[-3:-1]
     table = None if cu_q is None or cu_k is None else schedule.table(cu_k, cu_q, S, q.shape[-3], KEYS, False)
-    tiles = triton.cdiv(S - kv_grad_start, KEYS) if table is None else table.shape[0]
+    tiles = cdiv(S - kv_grad_start, KEYS) if table is None else table.shape[0]
     inputs, sizes, flags = _arguments(q, k, v, d_out, lse, rows, table, tiles, k_lens, left, right, softcap)
     outputs = [descriptors.describe(t, BOX) for t in (d_k, d_v)]
     batch = 1 if cu_q is not None else q.shape[0]
@@ -105,7 +104,7 @@ def rows_gradient(
     table = (
         None if cu_q is None or cu_k is None else schedule.table(cu_q, cu_k, T, k.shape[-3], ROWS, right is not None)
     )
-    tiles = triton.cdiv(T, ROWS) if table is None else table.shape[0]
+    tiles = cdiv(T, ROWS) if table is None else table.shape[0]
     inputs, sizes, flags = _arguments(q, k, v, d_out, lse, rows, table, tiles, k_lens, left, right, softcap)
     batch = 1 if cu_q is not None else q.shape[0]
     dq_kernel[(tiles * batch * H,)](

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...._launch import on
+from ...._launch import cdiv, on
 from ...spec import softmax_scale
 from . import schedule
 from .descriptors import describe, store, width
@@ -290,7 +289,7 @@ def forward(
     if softcap > 0:
         factor, cap = 2 * factor / softcap, softcap * LOG2E
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-    table, docs, slots = counter, 0, triton.cdiv(T, tiles.BM)
+    table, docs, slots = counter, 0, cdiv(T, tiles.BM)
     if cu_q is not None:
         table = schedule.table(cu_q, cu_q if cu_k is None else cu_k, T, S, tiles.BM, right is not None)
         docs, slots = cu_q.shape[0] - 1, table.shape[0]

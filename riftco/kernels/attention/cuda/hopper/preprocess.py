@@ -24,6 +24,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ...._launch import cdiv
 from . import descriptors
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -179,7 +180,7 @@ def prepare(
     packed = cu_q is not None
     B = 1 if packed else out.shape[0]
     docs = B if cu_q is None else cu_q.shape[0] - 1
-    tiles = T // M + docs if packed else triton.cdiv(T, M)
+    tiles = T // M + docs if packed else cdiv(T, M)
     pad, device = descriptors.width(D), out.device
     scaled = out.dtype == torch.float16
     if (B * H * tiles + 1) * 2 * M >= 1 << 31:

@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...._launch import on
+from ...._launch import cdiv, on
 
 ENTRY = 8
 DOCS = 16  # documents that a program of the table kernel places
@@ -30,14 +30,14 @@ TILES = 32  # entries that it writes of each document at a time
 
 def slots(total: int, docs: int, tile: int) -> int:
     """Upper bound of the tiles of `docs` documents in `total` rows, those of the rows of no document included."""
-    return triton.cdiv(total, tile) + docs + 2
+    return cdiv(total, tile) + docs + 2
 
 
 def table(cu: Tensor, cu_other: Tensor, total: int, total_other: int, tile: int, descending: bool) -> Tensor:
     """[slots, ENTRY] int32 for tiles of `tile` rows of the side that `cu` divides."""
     docs = cu.shape[0] - 1
     out = torch.empty(slots(total, docs, tile), ENTRY, dtype=torch.int32, device=cu.device)
-    programs = triton.cdiv(docs + 2, DOCS)
+    programs = cdiv(docs + 2, DOCS)
     with on(cu):
         _table[(programs,)](
             out, cu, cu_other, docs, total, total_other, out.shape[0], tile,
