@@ -321,15 +321,23 @@ class Step:
 
 
 class RowStep(Step):
-    """The next token of each of some slots, which the device alone knows: fixed shapes, nothing waits for the host.
+    """The next tokens of each of some slots, which the device alone knows: fixed shapes, nothing waits for the host.
 
     Who uses it calls KVCache.reserve before the forward and KVCache.grow after it.
 
     Args:
         slots, first: int64 [n]: the slots, -1 for one that is not there, and how many positions each has read.
+        each: rows of a slot, of which `counts` [n] int64 are there; rows behind them are not written.
     """
 
-    def __init__(self, cache: KVCache, slots: Tensor, first: Tensor):
-        self.cache, self.runs, self.total, self.longest = cache, [], len(slots), 1
+    def __init__(self, cache: KVCache, slots: Tensor, first: Tensor, each: int = 1, counts: Tensor | None = None):
+        self.cache, self.runs, self.total, self.longest = cache, [], len(slots) * each, each
         self.slots, self.first, self.positions, self.cu_seqlens = slots, first, first, None
-        self.rows = {id(g): g.cache.rows_of_tokens(slots, first) for g in cache.groups}
+        if counts is None:
+            self.rows = {id(g): g.cache.rows_of_tokens(slots, first) for g in cache.groups}
+            return
+        step = torch.arange(each, device=slots.device)
+        self.positions = (first[:, None] + step).flatten()
+        of, there = slots[:, None].expand(-1, each).flatten(), (step < counts[:, None]).flatten()
+        at = self.positions.clamp(max=cache.window - 1)
+        self.rows = {id(g): g.cache.rows_of_tokens(of, at).where(there, -1) for g in cache.groups}

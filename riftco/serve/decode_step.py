@@ -1,4 +1,4 @@
-"""The decode step: the next token of each of some slots, padded to one of a few sizes; on CUDA a graph for each size.
+"""The decode step: the next tokens of each of some slots, padded to one of a few shapes; on CUDA a graph for each.
 
 Recorded or not, it is one function over the same buffers, so replies do not depend on it. What changes from step to
 step (tokens, slots, lengths) is read from those buffers; pages that a slot gets are written into the block table, which
@@ -22,12 +22,14 @@ from torch import Tensor, nn
 from ..models import Decoder, KVCache
 from ..models.held import all_held
 from ..models.kv_cache import RowStep
+from ..models.kv_rows import Ring
 from ..train.capture import CannotCapture, Capture, Captured, CudaCapture
 from ..train.failures import diagnostic, out_of_memory
 from .bank import AdapterSet
 
 log = logging.getLogger(__name__)
 MOST = 64  # graphs that are kept; one of a set of adapters that serves no more leaves when it is the longest unused
+MOST_ROWS = 8  # of a slot: its newest token and guesses behind it
 
 
 class Served(NamedTuple):
@@ -38,11 +40,18 @@ class Served(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One slot's next token, behind the `position` rows that it holds."""
+    """One slot's next tokens, behind the `position` rows that it holds."""
 
     slot: int
     position: int
-    token: int
+    tokens: Sequence[int]
+
+
+class Shape(NamedTuple):
+    """How many slots a step is padded to, and rows of each: powers of two."""
+
+    slots: int
+    each: int
 
 
 @dataclass(frozen=True)
@@ -55,29 +64,48 @@ class _Graph:
 
 
 class _Buffers:
-    """tokens, slots and positions [3, size] on the device, filled in one copy that nobody waits for."""
+    """slots, positions and counts [slots] and tokens [slots * each] on the device, one behind the other: filled in one
+    copy that nobody waits for."""
 
-    def __init__(self, size: int, device: torch.device):
-        pinned = device.type == "cuda"
-        self.there = torch.zeros((3, size), dtype=torch.int64, device=device)
-        self.there[1] = -1  # no slot
-        self.host = torch.zeros((3, size), dtype=torch.int64, pin_memory=pinned)
+    def __init__(self, shape: Shape, device: torch.device):
+        pinned, n = device.type == "cuda", shape.slots * (3 + shape.each)
+        self.shape = shape
+        self.there = torch.zeros(n, dtype=torch.int64, device=device)
+        self.host = torch.zeros(n, dtype=torch.int64, pin_memory=pinned)
         self._copied = torch.cuda.Event() if pinned else None
+
+    def parts(self) -> tuple[Tensor, ...]:
+        n = self.shape.slots
+        return self.there.split([n, n, n, n * self.shape.each])
 
     def fill(self, rows: Sequence[Row]) -> None:
         if self._copied is not None:
             self._copied.synchronize()  # the last copy has read what is now overwritten
-        more = self.host.shape[1] - len(rows)
-        columns = zip(*((row.token, row.slot, row.position) for row in rows), *[(0, -1, 0)] * more)
-        self.host.copy_(torch.tensor(list(columns)))
+        more, each = self.shape.slots - len(rows), self.shape.each
+        numbers = [row.slot for row in rows] + [-1] * more
+        numbers += [row.position for row in rows] + [0] * more
+        numbers += [len(row.tokens) for row in rows] + [0] * more
+        for row in rows:
+            numbers += row.tokens
+            numbers += [0] * (each - len(row.tokens))
+        self.host.copy_(torch.tensor(numbers + [0] * (more * each)))
         self.there.copy_(self.host, non_blocking=True)
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self.there.device))
 
+    def wanted(self, rows: Sequence[Row]) -> Tensor | slice:
+        """Where the rows stand among all of the shape's."""
+        each = self.shape.each
+        if all(len(row.tokens) == each for row in rows):
+            return slice(0, len(rows) * each)
+        at = [i * each + j for i, row in enumerate(rows) for j in range(len(row.tokens))]
+        pinned = self.host.is_pinned()
+        return torch.tensor(at, pin_memory=pinned).to(self.there.device, non_blocking=pinned)
+
     def empty(self) -> None:
         """Rows of no slot: a step over them writes nothing."""
         self.there.zero_()
-        self.there[1] = -1
+        self.parts()[0].fill_(-1)
 
 
 class DecodeStep:
@@ -101,9 +129,9 @@ class DecodeStep:
         self._capture = capture or CudaCapture(shared=True)
         self.off = self._capture.why_not(cache.device) if graphs else "graphs are switched off"
         self.captured = self.replayed = self.eager = 0
-        self._buffers: dict[int, _Buffers] = {}
-        self._graphs: OrderedDict[tuple[AdapterSet, int], _Graph] = OrderedDict()
-        self._known: set[tuple[tuple[str, ...], int]] = set()  # ids of adapters and sizes that were recorded before
+        self._buffers: dict[Shape, _Buffers] = {}
+        self._graphs: OrderedDict[tuple[AdapterSet, Shape], _Graph] = OrderedDict()
+        self._known: set[tuple[tuple[str, ...], Shape]] = set()  # ids of adapters and shapes that were recorded before
         self._held = tuple(all_held(model))
 
     def __call__(
@@ -118,24 +146,34 @@ class DecodeStep:
         Args:
             key, layers: the adapters that the slots serve under; `serving` puts those layers into the model.
         """
-        size = next(s for s in self.sizes if s >= len(rows))
-        graph = None if self.off else self._graph(key, layers, size, serving)
-        self._of(size).fill(rows)
+        most = max(len(row.tokens) for row in rows)
+        shape = Shape(next(s for s in self.sizes if s >= len(rows)), 1 << (most - 1).bit_length())
+        graph = None if self.off else self._graph(key, layers, shape, serving)
+        buffers = self._of(shape)
+        buffers.fill(rows)
+        wanted = buffers.wanted(rows)
         if graph is None:
             self.eager += 1
             with serving():
-                served = self._compute(size)
-            return Served(*(t[: len(rows)] for t in served))
+                served = self._compute(shape)
+            return Served(*(t[wanted] for t in served))
         self.replayed += 1
         graph.captured.replay()
-        # the next replay writes where this one did
-        return Served(*(t[: len(rows)].clone() for t in graph.captured.output))
+        # copies: the next replay writes where this one did
+        return Served(*(t[wanted].clone() if isinstance(wanted, slice) else t[wanted] for t in graph.captured.output))
 
-    def prepare(self, key: AdapterSet, layers: Mapping[str, nn.Module], serving, sizes: Sequence[int] = ()) -> None:
-        """Record the steps of these sizes (all, by default), before anyone waits for them."""
-        for size in sizes or self.sizes:
-            if not self.off:
-                self._graph(key, layers, size, serving)
+    def fits(self, rows: Sequence[Row]) -> bool:
+        """Whether these rows are a decode step."""
+        most = max(len(row.tokens) for row in rows)
+        rings = [group for group in self.cache.groups if isinstance(group, Ring)]
+        return most == 1 or (most <= MOST_ROWS and all(ring.size >= most for ring in rings))
+
+    def prepare(self, key: AdapterSet, layers: Mapping[str, nn.Module], serving, most: int = 1) -> None:
+        """Record the steps of up to `most` rows of any number of slots, before anyone waits for them."""
+        for each in (1, 2, 4, 8):
+            for slots in self.sizes:
+                if not self.off and each < 2 * min(most, MOST_ROWS):
+                    self._graph(key, layers, Shape(slots, each), serving)
 
     def forget(self) -> None:
         """Give back the memory of all graphs."""
@@ -143,37 +181,37 @@ class DecodeStep:
             graph.captured.reset()
         self._graphs.clear()
 
-    def _of(self, size: int) -> _Buffers:
-        if size not in self._buffers:
-            self._buffers[size] = _Buffers(size, self.cache.device)
-        return self._buffers[size]
+    def _of(self, shape: Shape) -> _Buffers:
+        if shape not in self._buffers:
+            self._buffers[shape] = _Buffers(shape, self.cache.device)
+        return self._buffers[shape]
 
-    def _graph(self, key: AdapterSet, layers: Mapping[str, nn.Module], size: int, serving) -> _Graph | None:
+    def _graph(self, key: AdapterSet, layers: Mapping[str, nn.Module], shape: Shape, serving) -> _Graph | None:
         places = tuple(map(Tensor.data_ptr, self._held))
-        found = self._graphs.get((key, size))
+        found = self._graphs.get((key, shape))
         if found is not None and found.layers is layers and found.places == places:
-            self._graphs.move_to_end((key, size))
+            self._graphs.move_to_end((key, shape))
             return found
         if found is not None:
-            self._graphs.pop((key, size)).captured.reset()
+            self._graphs.pop((key, shape)).captured.reset()
         while len(self._graphs) >= MOST:
             self._graphs.popitem(last=False)[1].captured.reset()
-        like = tuple(use.id for use in key), size  # of another version the kernels are the same
-        captured = self._record(size, serving, warm=like in self._known)
+        like = tuple(use.id for use in key), shape  # of another version the kernels are the same
+        captured = self._record(shape, serving, warm=like in self._known)
         if captured is None:
             return None
         self._known.add(like)
         self.captured += 1
-        self._graphs[key, size] = _Graph(captured, layers, places)
-        return self._graphs[key, size]
+        self._graphs[key, shape] = _Graph(captured, layers, places)
+        return self._graphs[key, shape]
 
-    def _record(self, size: int, serving, warm: bool) -> Captured | None:
-        """The step of a size, recorded over rows of no slot; None, and `off` says why, where that cannot be."""
-        self._of(size).empty()
+    def _record(self, shape: Shape, serving, warm: bool) -> Captured | None:
+        """The step of a shape, recorded over rows of no slot; None, and `off` says why, where that cannot be."""
+        self._of(shape).empty()
         why = ""
         try:
             with serving():
-                return self._capture(lambda: self._compute(size), self.cache.device, warm=warm)
+                return self._capture(lambda: self._compute(shape), self.cache.device, warm=warm)
         except CannotCapture as refused:
             why = str(refused)
         except Exception as error:
@@ -186,8 +224,8 @@ class DecodeStep:
         return None
 
     @torch.no_grad()
-    def _compute(self, size: int) -> Served:
-        tokens, slots, first = self._of(size).there.unbind()
-        hidden = self.model.hidden(tokens, kv_cache=RowStep(self.cache, slots, first))
-        logits = self.model.logits(hidden)
+    def _compute(self, shape: Shape) -> Served:
+        slots, first, counts, tokens = self._of(shape).parts()
+        step = RowStep(self.cache, slots, first, shape.each, counts if shape.each > 1 else None)
+        logits = self.model.logits(self.model.hidden(tokens, kv_cache=step))
         return Served(logits, logits.argmax(-1))

@@ -99,13 +99,13 @@ class Engine:
         self.trainable: str | None = None
         self.lr = 1e-4
 
-    def prepare(self, adapters: Mapping[str, float] | None = None) -> None:
-        """Record the decode steps of all numbers of slots under these adapters (id -> scale; None: the base), so that
-        no request waits for it; on a CPU build the compiled step."""
+    def prepare(self, adapters: Mapping[str, float] | None = None, guesses: int = 0) -> None:
+        """Record the decode steps of all numbers of slots under these adapters (id -> scale; None: the base), with up
+        to so many guesses a slot, so that no request waits for it; on a CPU build the compiled step."""
         key = self.bank.set_of(adapters or {})
         self._compiled(key)
         if self.decoding is not None:
-            self.decoding.prepare(key, self.bank.layers(key), lambda: self.bank.serving(key))
+            self.decoding.prepare(key, self.bank.layers(key), lambda: self.bank.serving(key), 1 + guesses)
 
     def slot(self, id: int) -> Slot:
         if not 0 <= whole(id, "slot") < len(self.slots):
@@ -387,16 +387,16 @@ class Engine:
     def _forward(self, batch: Batch, runs: list[Run], key: AdapterSet) -> Served:
         """Write rows into the cache; what their output rows give. The one forward of serving."""
         counts = [(run.slot, run.end - run.start) for run in runs]
-        if self.decoding is not None and len(runs) == len(batch) and bool(batch.output.all()):
+        tokens = batch.tokens.tolist()
+        rows = [Row(run.slot, run.position, tokens[run.start : run.end]) for run in runs]
+        if self.decoding is not None and self.decoding.fits(rows) and bool(batch.output.all()):
             self.cache.reserve(counts)
-            rows = [Row(run.slot, run.position, token) for run, token in zip(runs, batch.tokens.tolist())]
             served = self.decoding(rows, key, self.bank.layers(key), lambda: self.bank.serving(key))
             self.cache.grow(counts)
         else:
             served = self._any_rows(batch, counts, key)
-        tokens = batch.tokens.tolist()
-        for run in runs:
-            self.slots[run.slot].tokens += tokens[run.start : run.end]
+        for row in rows:
+            self.slots[row.slot].tokens += row.tokens
         return served
 
     def _compiled(self, key: AdapterSet, rows: int = 1) -> CompiledDecoder | None:

@@ -66,6 +66,66 @@ def test_slots_join_and_leave(layout, dtype):
     assert made.decoding.sizes == [1, 2, 4, 8]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_guesses_ride_a_step(layout, dtype):
+    """Slots of one to five rows in one step: each as by itself in an engine that records nothing."""
+    made, eager = pair(slots=4, cache_dtype=dtype, **LAYOUTS[layout])
+    plain = engine(slots=4, cache_dtype=dtype, compiled=False, **LAYOUTS[layout])
+    for e in (made, eager, plain):
+        for slot in range(4):
+            prefill(e, slot, tokens(4 + slot, slot))
+    for step, lengths in enumerate(([5, 1, 3], [1, 2], [2, 2, 2, 2], [1, 1], [4, 1, 1, 1], [3])):
+        given = [tokens(n, 10 * step + slot) for slot, n in enumerate(lengths)]
+
+        def go(e, parts):
+            return e.decode(
+                Batch.join([Batch.of(s, len(e.slots[s].tokens), ids, output="all") for s, ids in parts])
+            )  # fmt: skip
+
+        got, want = (go(e, list(enumerate(given))) for e in (made, eager))
+        assert torch.equal(got.logits, want.logits) and torch.equal(got.likeliest, want.likeliest)
+        assert len(got.logits) == sum(lengths)
+        other = torch.cat([go(plain, [part]).logits for part in enumerate(given)])
+        torch.testing.assert_close(got.logits, other, rtol=1e-3, atol=1e-3)
+        same(made, eager, range(4))
+        for e in (made, eager, plain):  # all but one guess were wrong
+            e.cut(0, len(e.slots[0].tokens) - max(lengths[0] - 2, 0))
+    shapes = {shape for _, shape in made.decoding._graphs}
+    assert shapes == {(4, 8), (2, 2), (4, 2), (2, 1), (4, 4), (1, 4)} and made.decoding.eager == 0
+
+
+def test_guesses_that_end_at_the_window():
+    """Rows that pad a slot lie beyond its window: they are written nowhere."""
+    for options in ({}, {"page_size": 8}, {"page_size": 48}):
+        made, eager = pair(slots=2, **options)
+        for e in (made, eager):
+            prefill(e, 0, tokens(45))
+            prefill(e, 1, tokens(40))
+            for t in cached(e):
+                assert torch.isfinite(t[:1, :1]).all()
+            batch = [Batch.of(0, 45, [1, 2, 3], output="all"), Batch.of(1, 40, [4, 5, 6, 7, 8], output="all")]
+            e.got = e.decode(Batch.join(batch)).logits
+        assert torch.equal(made.got, eager.got) and len(made.slots[0].tokens) == 48
+        same(made, eager, range(2))
+
+
+def test_replies_with_guesses_are_those_without():
+    def replies(made, speculate):
+        scheduler = Scheduler(made, speculate=speculate)
+        asked = [([7, 8, 9, 7, 8, 9, 7, 8], 12), (tokens(9, 1).tolist(), 9), ([3, 3, 3, 3, 3], 12)]
+        tickets = [scheduler.submit(Request(p, max_new_tokens=n)) for p, n in asked]
+        scheduler.run()
+        return [t.tokens for t in tickets], scheduler.totals.drafted
+
+    made, eager = pair()
+    made.prepare(guesses=3)
+    assert {shape.each for _, shape in made.decoding._graphs} == {1, 2, 4}
+    (got, drafted), (want, _) = replies(made, 3), replies(eager, 3)
+    assert got == want == replies(engine(), 0)[0] and drafted > 0
+    assert made.decoding.eager == 0
+
+
 def test_what_was_given_stays():
     """A replay writes where the last one did; who holds its logits keeps them."""
     made, _ = pair()
@@ -216,11 +276,11 @@ def test_all_that_changes_is_read_from_the_buffers():
     prefill(made, 0, tokens(5))
     one_token(made, [0])
     (graph,) = made.decoding._capture.made
-    allowed = {storage(made.decoding._of(1).there)} | {storage(t) for t in all_held(made.model)}
+    allowed = {storage(made.decoding._of(decode_step.Shape(1, 1)).there)} | {storage(t) for t in all_held(made.model)}
     allowed |= {storage(t) for t in cached(made)}
     allowed |= {storage(group.cache.block_table) for group in made.cache.groups}
     allowed |= {storage(t) for pair in made.model.rotary._on.values() for t in pair}
-    assert graph.reads <= allowed and storage(made.decoding._of(1).there) in graph.reads
+    assert graph.reads <= allowed and storage(made.decoding._of(decode_step.Shape(1, 1)).there) in graph.reads
     writes = [func for func, *_ in graph.tape.calls if func.name() == "riftco::cached_attention_write"]
     assert len(writes) == LAYERS
 
@@ -248,14 +308,14 @@ def is_view(func):
     return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
-def waiting(self, cache, slots, first):
-    of_rows(self, cache, slots, first)
+def waiting(self, cache, slots, first, *more):
+    of_rows(self, cache, slots, first, *more)
     assert int(first.max()) >= -1
 
 
-def from_the_host(self, cache, slots, first):
+def from_the_host(self, cache, slots, first, *more):
     lengths = torch.tensor(cache.lengths[: len(slots)])
-    of_rows(self, cache, slots, lengths)
+    of_rows(self, cache, slots, lengths, *more)
 
 
 of_rows = RowStep.__init__
@@ -273,8 +333,8 @@ def test_a_step_that_asks_the_host_is_seen(monkeypatch, fault):
 def test_a_number_that_python_keeps_is_seen(monkeypatch):
     """A position that the host knew while recording: right once, wrong ever after."""
 
-    def frozen(self, cache, slots, first):
-        of_rows(self, cache, slots, torch.full_like(first, cache.lengths[0]))
+    def frozen(self, cache, slots, first, *more):
+        of_rows(self, cache, slots, torch.full_like(first, cache.lengths[0]), *more)
 
     made, eager = pair()
     for e in (made, eager):
@@ -362,9 +422,9 @@ def test_on_a_gpu(layout, nf4, dtype):
     assert not made.decoding.off and made.decoding.eager == 0 < made.decoding.replayed
     replies = []
     for e in (made, eager):
-        scheduler = Scheduler(e)
+        scheduler = Scheduler(e, speculate=3)
         tickets = [
-            scheduler.submit(Request(tokens(4 + i, i).tolist(), max_new_tokens=4 + i, adapters=uses))
+            scheduler.submit(Request([3, 4, 5, *tokens(i, i).tolist(), 3, 4], max_new_tokens=4 + i, adapters=uses))
             for i, uses in enumerate(({}, {"a": 1.0}, {}, {"a": 0.5}, {}, {}, {"a": 1.0}))
         ]
         scheduler.run()

@@ -41,7 +41,7 @@ def serve_forever(
     )  # fmt: skip
     if store is not None and adapter not in engine.bank.adapters:
         engine.create(adapter, LoraSpec(rank=rank, alpha=2.0 * rank))
-    engine.prepare()
+    engine.prepare(guesses=speculate)
     name = pathlib.Path(model).stem if model.endswith(".gguf") else pathlib.Path(model).name
     service = Service(engine, loaded.tokenizer, name=name, learns=store is not None, speculate=speculate)
     known = bool(api_key or admin_key) or insecure
