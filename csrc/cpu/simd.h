@@ -35,6 +35,13 @@ inline uint16_t to_bf16(float f) {
     return uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
+// What a thread does that waits for another.
+inline void pause() {
+#if RIFTCO_X86
+    _mm_pause();
+#endif
+}
+
 #if RIFTCO_X86
 inline float from_f16(uint16_t h) { return _cvtsh_ss(h); }
 inline uint16_t to_f16(float f) { return _cvtss_sh(f, _MM_FROUND_TO_NEAREST_INT); }

@@ -2,6 +2,9 @@
 // caches between layers. One parallel region; between two phases that share rows stands a barrier.
 #include <omp.h>
 
+#include <atomic>
+#include <optional>
+
 #include "attention.h"
 #include "product.h"
 
@@ -73,10 +76,39 @@ struct Share {
     int64_t from, to;
 };
 
+// Where threads wait for each other. They watch for about as long as a phase takes, then sleep: OpenMP's own barrier would
+// watch for a millisecond, which on a machine that others use is time that the awaited thread does not get.
+class Barrier {
+  public:
+    explicit Barrier(int threads) : threads(threads), missing(threads) {}
+
+    void wait() {
+        const uint32_t now = phase.load(std::memory_order_acquire);
+        if (missing.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+            missing.store(threads, std::memory_order_relaxed);
+            phase.store(now + 1, std::memory_order_release);
+            phase.notify_all();
+            return;
+        }
+        for (int i = 0; i < WATCHED; i++) {
+            if (phase.load(std::memory_order_acquire) != now) return;
+            pause();
+        }
+        while (phase.load(std::memory_order_acquire) == now) phase.wait(now, std::memory_order_acquire);
+    }
+
+  private:
+    static constexpr int WATCHED = 2000;
+    const int threads;
+    std::atomic<int> missing;
+    std::atomic<uint32_t> phase{0};
+};
+
 class Thread {
   public:
-    Thread(const Model& m, const Step& s, int t, int threads)
-        : m(m), s(s), w(m, s), t(t), threads(threads), bf16(m.bf16), shared(s.work), own(s.work + w.own + t * w.each) {}
+    Thread(const Model& m, const Step& s, Barrier& others, int t, int threads)
+        : m(m), s(s), w(m, s), others(others), t(t), threads(threads), bf16(m.bf16), shared(s.work),
+          own(s.work + w.own + t * w.each) {}
 
     void run() {
         for (int64_t r = 0; r < s.rows; r++) std::memcpy(own + w.x + r * w.x_ld, s.x + r * m.C, m.C * 4);
@@ -91,13 +123,12 @@ class Thread {
     const Model& m;
     const Step& s;
     const Work w;
+    Barrier& others;
     const int t, threads;
     const bool bf16;
     float *const shared, *const own;
 
-    static void barrier() {
-#pragma omp barrier
-    }
+    void barrier() { others.wait(); }
 
     // This thread's part of n, in multiples of `unit`.
     Share share(int64_t n, int64_t unit) const {
@@ -313,8 +344,13 @@ extern "C" {
 int64_t riftco_work(const riftco::Model* m, const riftco::Step* s) { return riftco::Work(*m, *s).total; }
 
 void riftco_step(const riftco::Model* m, const riftco::Step* s) {
+    std::optional<riftco::Barrier> barrier;
 #pragma omp parallel num_threads(int(s->threads))
-    riftco::Thread(*m, *s, omp_get_thread_num(), omp_get_num_threads()).run();
+    {
+#pragma omp single
+        barrier.emplace(omp_get_num_threads());
+        riftco::Thread(*m, *s, *barrier, omp_get_thread_num(), omp_get_num_threads()).run();
+    }
 }
 
 int64_t riftco_cached_positions() { return riftco::CHUNK; }

@@ -9,9 +9,11 @@ from test_scheduler import PROMPTS, answers
 
 from riftco import cpu
 from riftco.adapters import LoraSpec
+from riftco.doctor.machine import device_state
 from riftco.models import ModelError, load_model, smollm2_path
 from riftco.nn import NF4Linear
 from riftco.serve import Batch, Engine, Request, Sampling, Scheduler, Teach
+from riftco.train.use import explained
 
 needs_compiler = pytest.mark.skipif(bool(cpu.why_not()), reason=cpu.why_not())
 OTHER = LoraSpec(rank=3, alpha=2, target_modules=("o_proj", "up_proj", "lm_head"))
@@ -98,6 +100,21 @@ def test_without_a_compiler_python_decodes_and_one_line_says_so(no_compiler, cap
     assert made.compiled_steps.off in lines[0]
     with pytest.raises(ModelError, match="compiled=True: CXX names 'no-such-compiler'"):
         engine(compiled=True)
+
+
+def test_explain_and_doctor_say_what_decodes(no_compiler, monkeypatch):
+    (row,) = explained("cpu", "float32", "decode_step")
+    assert row["implementation"] == "riftco.models.decoder:Decoder.hidden" and "no-such-compiler" in row["why"]
+    assert "decoding stays in Python: CXX names 'no-such-compiler'" in device_state("cpu").detail
+    monkeypatch.delenv("CXX")
+    (row,) = explained("cpu", "float32", "decode_step")
+    compiled = "compiled by" in row["why"]
+    assert compiled is not bool(cpu.why_not()) and ("csrc/cpu" in row["implementation"]) is compiled
+    assert not explained_on("cuda")
+
+
+def explained_on(device: str) -> list[str]:
+    return [row["op"] for row in explained(device, "float32", None) if row["op"] == "decode_step"]
 
 
 def test_a_compiler_that_fails_is_asked_once(monkeypatch, tmp_path):
