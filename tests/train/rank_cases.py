@@ -14,7 +14,7 @@ from riftco.models import Decoder, DecoderConfig
 from riftco.nn import NF4Linear
 from riftco.optim import Adam
 from riftco.train import Ranks, Schedule, StepAbandoned, Trainer, TrainerPoisoned, evaluate
-from riftco.train.gather import gathered
+from riftco.train.gather import gathered, scatter
 from riftco.train.ranks import DisagreementError, ElsewhereError
 from riftco.train.sharding import Sharded
 
@@ -97,6 +97,30 @@ def trained(ranks: Ranks, method: str, cut: bool, *, accumulate=3, state="contig
         "moments": {n: m.float() for n, m in moments.items() if n.endswith("exp_avg")},
         "held out": evaluate(runs, mine, ranks.device, ranks).loss,
     }
+
+
+def resumed(ranks: Ranks, folder: pathlib.Path) -> dict:
+    """Two steps, all of it to a file and back into another form of moments, and two more."""
+
+    def made(state: str) -> tuple[Decoder, Trainer]:
+        model = model_of("full")
+        runs = model if ranks.alone else Sharded(model, ranks)
+        optimizer = Adam(list(model.parameters()), gradient_clip=1.0, state=state)
+        schedule = Schedule(1e-2, STEPS, "constant")
+        return model, Trainer(runs, optimizer, Loader(texts(), 64, 0, 2), schedule, accumulate=3, ranks=ranks)
+
+    model, trainer = made("contiguous")
+    before = [m.loss for m in trainer.run(2).metrics]
+    state, tensors = trainer.state_dict()
+    weights = gathered(model, ranks.main)
+    if ranks.main:
+        torch.save((tensors, weights), folder / "state.pt")
+    ranks.wait()
+    tensors, weights = torch.load(folder / "state.pt")
+    model, trainer = made("paged")
+    scatter(model, weights)
+    trainer.load_state_dict(state, tensors)
+    return {"losses": before + [m.loss for m in trainer.run().metrics]}
 
 
 TRAINED = {
@@ -314,7 +338,7 @@ def main(folder: str, device: str = "cpu") -> None:
     with ranks.until_done():
         results = {name: case(ranks) for name, case in TRAINED.items()}
         if device == "cpu":
-            results["planted"] = planted(ranks)
+            results |= {"planted": planted(ranks), "resumed": resumed(ranks, pathlib.Path(folder))}
             results |= {case.__name__: case(ranks) for case in FAULTS} | {"adam_refuses": adam_refuses(ranks)}
         results["head"] = head(ranks)
         torch.save(results, pathlib.Path(folder) / f"{ranks.rank}.pt")

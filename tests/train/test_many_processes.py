@@ -57,6 +57,12 @@ def test_the_steps_do_learn_something():
     assert min(off(w, fresh.get_parameter(n).detach()) for n, w in one["weights"].items()) > 1e-2
 
 
+def test_moments_go_on_in_another_form(two):
+    expected = TRAINED["full fsdp"](Ranks())["losses"]
+    for results in two:
+        assert results["resumed"]["losses"] == pytest.approx(expected, rel=2e-6)
+
+
 def test_planted_bugs_are_seen(two):
     x, w, _, target, _ = head_inputs(torch.float64, "cpu")
     assert two[0]["planted"]["head"] != pytest.approx(float(linear_cross_entropy(x, w, target)), rel=1e-3)
