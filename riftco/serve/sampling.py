@@ -150,14 +150,15 @@ class Sampler:
         if self.seen is not None:
             self.seen[token] = True
 
-    def accept(self, logits: Tensor, draft: Sequence[int]) -> list[int]:
+    def accept(self, logits: Tensor, draft: Sequence[int], likeliest: Sequence[int] | None = None) -> list[int]:
         """The tokens that would have been chosen one by one: those of the draft as far as it is right, and one more;
         they count as followed.
 
-        logits [1 + len(draft), V]: row i follows the first i tokens of the draft. One draw a token, as without a draft.
+        logits [1 + len(draft), V]: row i follows the first i tokens of the draft, and `likeliest` are its likeliest
+        tokens, where they are known. One draw a token, as without a draft.
         """
         if self.plain:
-            chosen = logits.argmax(-1).tolist()  # one wait for the device
+            chosen = logits.argmax(-1).tolist() if likeliest is None else list(likeliest)
             right = next((i for i, (a, b) in enumerate(zip(chosen, draft)) if a != b), len(draft))
             return chosen[: right + 1]
         tokens: list[int] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -68,7 +69,7 @@ class Scheduler:
         self.duty = DutyCycle(duty, busy=self._busy, stopped=lambda: self._stopping, clock=clock)
         self.lock = threading.RLock()  # held for an iteration: between two of them others may use the engine
         self._work = threading.Condition()  # of what waits: who submits waits for no iteration
-        self._on_host = HostRow(len(engine.slots), engine.model.device)
+        self._on_host = HostRow(len(engine.slots) * (1 + speculate), engine.model.device)
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._ticks = self._batches = 0
@@ -374,7 +375,11 @@ class Scheduler:
         if any(turn.draft for turn in ready):
             for turn in ready:
                 turn.slot.unsure = len(turn.draft)
-            chosen = [turn.sampler.accept(own, turn.draft) for turn, own in zip(ready, rows)]
+            likeliest = iter(self._on_host(decoded.likeliest))  # one wait for the device, where all are plain
+            chosen = [
+                turn.sampler.accept(own, turn.draft, list(itertools.islice(likeliest, len(own))))
+                for turn, own in zip(ready, rows)
+            ]
         else:
             drawn = decoded.likeliest
             if not all(turn.sampler.plain for turn in ready):
