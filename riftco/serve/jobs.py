@@ -170,7 +170,7 @@ class Jobs:
         for examples in job.batches():
             self._wait_for_time(job)
             scheduler, texts = self.scheduler, [labelled(e) for e in examples]
-            note = {"job": job.id, "caller": job.caller}
+            note = {"learn_id": job.id, "job": job.id, "caller": job.caller}
             with scheduler.lock:
                 if job.over:
                     return None

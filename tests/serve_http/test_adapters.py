@@ -99,6 +99,10 @@ def test_the_log_tells_what_was_learned(client, made):
     assert [line["kind"] for line in lines] == ["create", "learn", "undo"] and lines[1]["learn_id"] == "mine"
     assert client.get("/learn/log?limit=1").json()["data"] == lines[-1:]
     refused(client.get("/learn/log?limit=0"), 400, "limit")
+    assert "tokens_sha256" in made.engine.store.audit.lines()[1]
+    assert client.delete("/learn/log/mine").json() == {"learn_id": "mine", "lines": 1}
+    assert "tokens_sha256" not in made.engine.store.audit.lines()[1]
+    refused(client.delete("/learn/log/mine"), 400, "no learn 'mine'")
     audit = made.engine.store.audit
     for i in range(3000):
         audit._pending.append({"adapter": "live", "event": 100 + i})

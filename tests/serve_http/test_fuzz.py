@@ -152,7 +152,7 @@ def send_odd(client, path, body):
     check(client.post(path, content=raw, headers={"content-type": "application/json"}), path)
 
 
-@pytest.mark.parametrize("path", ASKS)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/apply-template", "/learn"])
 def test_odd_contents_of_messages(url, path):
     with httpx.Client(base_url=url, headers=KEY, timeout=60) as client:
         for name in ("model", "content", "chat_template_kwargs", "lora", "tools"):

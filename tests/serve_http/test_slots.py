@@ -70,6 +70,11 @@ def test_rows_of_another_version_or_model_are_refused(client, made, files):
     act(client, 0, "save", filename="v1")
     client.post("/v1/chat/completions", json={**under, "learn": {"lora_id": "live", "lr": 1e-3, "reply": "Here."}})
     assert act(client, 0, "restore", filename="v1").status_code == 200, "a shadow changes no row that is served"
+    again = client.post("/v1/chat/completions", json=under).json()
+    assert again["timings"]["cache_n"] == again["usage"]["prompt_tokens"] - 1, "under the same version"
+    act(client, 0, "restore", filename="v1")
+    base = client.post("/v1/chat/completions", json=ASK).json()
+    assert base["timings"]["cache_n"] == 0, "the base made none of these rows"
     assert client.post("/adapters/live/promote").status_code == 200
     before = made.engine.cache.snapshot(0)
     refused(act(client, 0, "restore", filename="v1"), 400, "saved under version 1 of adapter 'live'")

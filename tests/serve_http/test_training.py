@@ -61,6 +61,8 @@ def test_a_file_is_learned(client, made, tmp_path):
     }
     assert [line["loss_before"] for line in lines[1:]] == job["losses"] and "tokens_sha256" not in lines[1]
     assert client.get("/train").json()["data"][0]["id"] == job["id"]
+    assert client.delete(f"/learn/log/{job['id']}").json()["lines"] == 8
+    assert not any("tokens_sha256" in line for line in made.engine.store.audit.lines())
 
 
 def test_it_is_the_step_that_a_trainer_takes(client, made):

@@ -59,7 +59,7 @@ def create_app(
     app.add_middleware(Guard, keys=allowed, largest=largest, hosts=hosts, origins=origins)
     if origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"],
+            CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"],
             expose_headers=["x-should-retry"],
         )  # fmt: skip
 

@@ -95,6 +95,17 @@ def routes(service: Service, admin, folder: pathlib.Path | None) -> APIRouter:
         lines = [] if store is None else await asyncio.to_thread(store.audit.newest, limit)
         return {"data": [{k: v for k, v in line.items() if k not in PERSONAL} for line in lines]}
 
+    @router.delete("/learn/log/{learn_id}")
+    async def forget(learn_id: str, request: Request) -> dict[str, Any]:
+        """Take what could be traced to a text out of the log, for good."""
+        admin(request)
+        service.needs_learning()
+        store = service.engine.store
+        if store is None:
+            raise ApiError(404, "this server keeps no log")
+        lines = await asyncio.to_thread(service.change, lambda: store.audit.forget(learn_id))
+        return {"learn_id": learn_id, "lines": lines}
+
     @router.get("/lora-adapters")
     async def scales() -> list[dict[str, Any]]:
         lasting = service.engine.store is not None
