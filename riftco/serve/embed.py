@@ -14,7 +14,7 @@ from ..models import KVCache
 from .bank import AdapterSet
 from .engine import Engine
 
-POOLINGS = ("mean", "last")
+PAGE = 16  # rows; short inputs beside a long one take no more than they need
 
 
 def embed(
@@ -36,8 +36,9 @@ def embed(
             end += 1
         lengths = [len(tokens) for tokens in inputs[at:end]]
         cache = KVCache(
-            engine.model.config, end - at, max(lengths), dtype=engine.cache.dtype, undo=None, device=engine.model.device
-        )
+            engine.model.config, end - at, max(lengths), dtype=engine.cache.dtype, layout="paged", page_size=PAGE,
+            pages=sum(-(-n // PAGE) for n in lengths), undo=None, device=engine.model.device,
+        )  # fmt: skip
         if rows > engine.chunk:  # one long input
             yield from _long(engine, cache, inputs[at], at, pooling, key)
         else:

@@ -10,6 +10,8 @@ import pytest
 import torch
 from server import WINDOW, served, service
 
+from riftco.serve import embed as embedding
+
 TEXTS = ["Where is the key?", "On the hook.", "The key hangs on the hook beside the door, where it always was."]
 
 
@@ -103,6 +105,30 @@ def test_slots_do_not_notice(gpt, made):
     assert [(list(s.tokens), s.key) for s in made.engine.slots] == before
     again = gpt.chat.completions.create(**ask)
     assert again.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens - 1
+
+
+def test_rows_of_short_inputs_beside_a_long_one(made, monkeypatch):
+    """No more rows are held than the inputs have, but for the rest of their pages."""
+    taken = []
+    real = embedding.KVCache
+    monkeypatch.setattr(embedding, "KVCache", lambda *a, **k: taken.append(real(*a, **k)) or taken[-1])
+    inputs = [[1], [2] * 40, [3], [4] * 17]
+    found = {}
+    for some in embedding.embed(made.engine, inputs):
+        found |= some
+    (cache,) = taken
+    rows = (1 + 3 + 1 + 2) * embedding.PAGE
+    assert cache.nbytes == rows * made.engine.cache.nbytes / (len(made.engine.slots) * WINDOW)
+    for i, tokens in enumerate(inputs):
+        torch.testing.assert_close(found[i], wanted(made, tokens, "mean"), atol=1e-5, rtol=0)
+
+
+def test_too_many_that_wait_are_refused(url, made):
+    with made.scheduler.lock:
+        waiting = [made.scheduler.between(lambda: None) for _ in range(made.limits.queue)]
+        answer = httpx.post(f"{url}/v1/embeddings", json={"input": "a"}, timeout=60)
+    assert answer.status_code == 503 and "x-should-retry" not in answer.headers
+    assert all(f.result(60) is None for f in waiting)
 
 
 def test_one_forward_an_iteration(made):

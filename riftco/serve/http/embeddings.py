@@ -75,7 +75,10 @@ async def embedded(service: Service, body: EmbeddingsRequest) -> dict[str, Any]:
     size = service.engine.model.config.hidden_size
     if body.dimensions is not None and body.dimensions > size:
         raise ApiError(400, f"dimensions must be at most {size}; got {body.dimensions}", param="dimensions")
+    if len(service.scheduler.tasks) >= service.limits.queue:
+        raise ApiError(503, f"{service.limits.queue} requests wait already; try again later", retry=True)
     inputs, found = inputs_of(service, body), dict[int, Tensor]()
+    service.requests += 1
     try:
         bank = service.engine.bank
         key = bank.set_of(service.adapters_of(body.lora))
