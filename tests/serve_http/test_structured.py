@@ -151,6 +151,21 @@ def test_bad_requests(url):
         assert httpx.post(f"{url}/completion", json={"prompt": "x", **body}, timeout=60).status_code == 400
 
 
+def test_odd_arguments_of_a_tool_are_refused(tokenizer):
+    """In the format whose tags are written here, not by the grammar's compiler."""
+    with served(service(templated(tokenizer, XML))) as url:
+        for odd in (
+            {"type": "string", "maxLength": []},
+            {"type": "string", "maxLength": -1},
+            {"enum": 5},
+            {"enum": []},
+        ):
+            tool = {"type": "function", "function": {"name": "a", "parameters": {"properties": {"b": odd}}}}
+            body = {"messages": ASK, "tools": [tool], "tool_choice": "required"}
+            answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+            assert answer.status_code == 400 and "the grammar is refused" in answer.json()["error"]["message"]
+
+
 def test_what_is_not_installed_is_named(tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with served(service(tokenizer)) as url:

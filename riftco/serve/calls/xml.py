@@ -84,7 +84,8 @@ def value_of(value: str, of: Any) -> Any:
 
 
 def _strings(of: Mapping[str, Any]) -> bool:
-    return "enum" in of and all(isinstance(v, str) for v in of["enum"])
+    choices = of.get("enum")
+    return isinstance(choices, list) and bool(choices) and all(isinstance(v, str) for v in choices)
 
 
 def value_rule(rule: str, name: str, of: Any, root: Mapping[str, Any]) -> str:
@@ -93,9 +94,9 @@ def value_rule(rule: str, name: str, of: Any, root: Mapping[str, Any]) -> str:
     if isinstance(of, Mapping) and _strings(of):
         options = " | ".join(grammar.text(v) for v in of["enum"])
         return f"{rule}: {grammar.text(begin)} ({options}) {grammar.text(end)}"
-    if isinstance(of, Mapping) and of.get("type") == "string":
-        most = of.get("maxLength")
-        count = "*" if most is None else f"{{0,{int(most)}}}"
+    most = of.get("maxLength") if isinstance(of, Mapping) else None
+    if isinstance(of, Mapping) and of.get("type") == "string" and (most is None or (type(most) is int and most >= 0)):
+        count = "*" if most is None else f"{{0,{most}}}"
         return f"{rule}: {grammar.text(begin)} {rule}_text\n{rule}_text[suffix={grammar.text(end)}]: /(?s:.{count})/"
     definitions = {k: root[k] for k in ("$defs", "definitions") if k in root}
     allowed = {**(of if isinstance(of, Mapping) else {}), **definitions}
