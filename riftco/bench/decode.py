@@ -70,7 +70,7 @@ def kernels(scheduler: Scheduler, context: int) -> dict[str, tuple[float, int]]:
         scheduler.submit(Request(prompt, max_new_tokens=WARM_UP, slot=slot.id))
     scheduler.step()
     scheduler.step()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         scheduler.step()
         torch.cuda.synchronize()
     scheduler.run()

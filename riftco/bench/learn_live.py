@@ -42,6 +42,8 @@ class Period:
 
     def row(self) -> dict[str, Any]:
         gaps = sorted(self.gaps)
+        if not gaps:
+            raise RuntimeError("no neighbour got two tokens in a period; give --seconds more")
 
         def at(share: float) -> float:
             return 1e3 * gaps[min(int(share * len(gaps)), len(gaps) - 1)]

@@ -41,7 +41,7 @@ def add(made, id, spec, seed=2):
     generator = torch.Generator().manual_seed(seed)
     for name, t in state.items():
         if "lora_B" in name:
-            t.normal_(std=0.2, generator=generator)
+            state[name] = 0.2 * torch.randn(t.shape, generator=generator)
     made.bank.create(id, spec, state=state)
 
 
