@@ -13,10 +13,11 @@ import pathlib
 import sys
 from typing import Any
 
-from ..models import load_model, smollm2_path
+from ..models import Decoder, load_model, smollm2_path
+from ..models.held import all_held
 from ..serve import Engine
 from . import timing
-from .decode import Wrong, decode, fill, read_bytes
+from .decode import Wrong, decode, fill
 from .machine import machine_columns
 from .rows import append, line
 
@@ -33,6 +34,15 @@ def same(replies: list[list[int]], want: list[list[int]]) -> str:
     where = [next((i for i, (a, b) in enumerate(zip(r, w)) if a != b), None) for r, w in zip(replies, want)]
     parted = [i for i in where if i is not None]
     return f"{len(parted)} of {len(want)} from token {min(parted)}" if parted else "0"
+
+
+def read_bytes(model: Decoder, engine: Engine, context: int) -> int:
+    """What a step must read: every weight but an embedding's other rows, and each slot's rows."""
+    held = {t.data_ptr(): t.nbytes for t in all_held(model)}
+    if not model.config.tie_word_embeddings:
+        for t in all_held(model.model.embed_tokens):
+            del held[t.data_ptr()]
+    return sum(held.values()) + engine.cache.nbytes * context // engine.window
 
 
 def run(args: argparse.Namespace, out: pathlib.Path) -> None:

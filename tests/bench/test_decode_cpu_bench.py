@@ -3,10 +3,12 @@
 import csv
 
 import pytest
-from tiny_models import hf_model
+from tiny_models import hf_config, hf_model
 
 from riftco import cpu
 from riftco.bench import decode_cpu
+from riftco.models import Decoder, DecoderConfig
+from riftco.serve import Engine
 
 
 @pytest.mark.skipif(bool(cpu.why_not()), reason=cpu.why_not())
@@ -22,10 +24,26 @@ def test_rows(tmp_path, monkeypatch):
     ]  # fmt: skip
     for row in rows:
         assert int(row["tokens"]) == 8 * int(row["slots"]) and 0 < float(row["tokens_s"]) <= float(row["best_tokens_s"])
-        assert float(row["read_mib"]) > 0 and row["commit"] and row["model"] == "model"
+        assert (
+            row["read_mib"] == rows[0 if row["slots"] == "1" else 2]["read_mib"]
+            and row["commit"]
+            and row["model"] == "model"
+        )
     monkeypatch.setattr(decode_cpu, "same", lambda *_: "1 of 1 from token 3")
     with pytest.raises(decode_cpu.Wrong, match="fp32, 1 slots: replies differ: 1 of 1 from token 3"):
         decode_cpu.main(args)
+
+
+def test_what_a_step_reads():
+    """Every weight once, in whatever form; an embedding that is no head not at all; and the rows of the slots."""
+    for family, tied in (("llama-tied", True), ("llama", False)):
+        model = Decoder(DecoderConfig.from_hf(hf_config(family).to_dict()))
+        numbers = sum(p.numel() for p in model.parameters())
+        engine = Engine(model, slots=2, window=64, cache_dtype="float32")
+        rows = engine.cache.nbytes // 4
+        numbers -= 0 if tied else model.model.embed_tokens.weight.numel()
+        rest = decode_cpu.read_bytes(model, engine, 16) - 4 * numbers - rows
+        assert 0 <= rest < 100  # the rotation's frequencies
 
 
 def test_where_replies_part():
