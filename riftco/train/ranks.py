@@ -209,6 +209,10 @@ class Ranks:
 
     # ---- how it ends
 
+    def undisturbed(self) -> contextlib.AbstractContextManager:
+        """Within the block the end of another process does not end this one: it writes files."""
+        return contextlib.nullcontext() if self._watch is None else self._watch.undisturbed
+
     def lost(self, seconds: float = 0.0) -> PeerLost | None:
         """Whether another process has ended, waiting a moment for the news."""
         return None if self._watch is None else self._watch.lost(seconds)

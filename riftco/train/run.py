@@ -275,7 +275,8 @@ class Run:
                 save_adapter(self.model, self.spec, folder, base=self.config.model, base_weights=self._base_weights())
 
         if self.ranks.main:
-            save_checkpoint(root, state, tensors, write_weights, keep=self.config.keep, protect=self._best())
+            with self.ranks.undisturbed():
+                save_checkpoint(root, state, tensors, write_weights, keep=self.config.keep, protect=self._best())
         self.ranks.wait()
 
     def _read_weights(self, folder: pathlib.Path) -> None:

@@ -13,7 +13,7 @@ import sys
 import threading
 from typing import Any
 
-GRACE = 10.0  # seconds for the main thread to end by itself
+GRACE = 3.0  # seconds for the main thread to end by itself
 BYE = b"."
 KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))  # a host that is gone says nothing
 
@@ -23,12 +23,17 @@ class PeerLost(RuntimeError):
 
 
 class Watch:
-    """Args: this process's number, how many there are, and the store through which they find each other."""
+    """Args: this process's number, how many there are, and the store through which they find each other.
+
+    Attributes:
+        undisturbed: held while the main thread writes what must be whole.
+    """
 
     def __init__(self, rank: int, world: int, store: Any):
         self.rank, self.world, self.store = rank, world, store
         self._why: PeerLost | None = None
         self._news, self._closed = threading.Event(), threading.Event()
+        self.undisturbed = threading.Lock()
         self._before, self._after = self._meet()
         self._thread = threading.Thread(target=self._listen, name="riftco-watch", daemon=True)
         self._thread.start()
@@ -84,9 +89,13 @@ class Watch:
             "the last checkpoint stands; go on with --resume, with any number of processes"
         )
         self._news.set()
+        with contextlib.suppress(OSError):  # on to the next
+            self._after.shutdown(socket.SHUT_RDWR)
         if not self._closed.wait(GRACE):  # the main thread waits in a device's collective
-            print(f"riftco: {self._why}", file=sys.stderr, flush=True)
-            os._exit(1)
+            with self.undisturbed:
+                if not self._closed.is_set():
+                    print(f"riftco: {self._why}", file=sys.stderr, flush=True)
+                    os._exit(1)
 
     def _cause(self, before: int) -> str:
         """What was said first; else that the process before this one ended, said for those behind."""
