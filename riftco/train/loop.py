@@ -28,6 +28,7 @@ from .schedule import Schedule
 from .state import Writes, flatten_optimizer, random_state, set_random_state, unflatten_optimizer
 from .step_graph import StepGraph
 
+PARTLY = "parameters may be partly written"
 MOST_STEPS = 2**24  # the optimizer counts its steps in float32
 
 _PROGRESS: contextvars.ContextVar[Progress | None] = contextvars.ContextVar("riftco_progress", default=None)
@@ -296,9 +297,10 @@ class Trainer:
         except Exception as error:
             if lost := self.ranks.lost(NEWS if together else 0.0):  # it was waiting for a process that has ended
                 raise lost from error
-            if device_failed(error) or together:
-                raise self._poisoned(error, data) from error
             memory = out_of_memory(error)
+            if device_failed(error) or together:
+                what = "while all processes compute together" if together else PARTLY
+                raise self._poisoned(error, data, what, "lower --batch-tokens and " if memory else "") from error
             if memory and retry:
                 raise OutOfMemory from error
             raise self._abandoned(error, data if memory else self.source.state_dict(), random, memory) from error
@@ -420,10 +422,12 @@ class Trainer:
         self.source.load_state_dict(data)
         set_random_state(random, self.device)
 
-    def _poisoned(self, error: BaseException, data: Mapping[str, Any]) -> TrainerPoisoned:
+    def _poisoned(
+        self, error: BaseException, data: Mapping[str, Any], what: str = PARTLY, first: str = ""
+    ) -> TrainerPoisoned:
         self.source.load_state_dict(data)
-        self._poison = f"step {self.step + 1} failed, parameters may be partly written: {diagnostic(error)}"
-        return TrainerPoisoned(f"{self._poison}; restore a checkpoint")
+        self._poison = f"step {self.step + 1} failed, {what}: {diagnostic(error)}"
+        return TrainerPoisoned(f"{self._poison}; {first}restore a checkpoint")
 
     def _refuse_poisoned(self) -> None:
         if self._poison:

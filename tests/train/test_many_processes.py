@@ -10,7 +10,7 @@ from riftco.data import Loader, nothing
 from riftco.functional import linear_cross_entropy
 from riftco.nn import NF4Linear, NF4ParameterLinear
 from riftco.optim import Adam
-from riftco.train import Ranks, Schedule, Trainer
+from riftco.train import Ranks, Schedule, Trainer, TrainerPoisoned
 from riftco.train.config import ConfigError, FinetuneConfig, device_of_process
 from riftco.train.evaluate import evaluate
 
@@ -173,6 +173,23 @@ def test_a_batch_of_nothing_gives_nothing():
     assert float(loss.detach()) == 0 and all(not p.grad.any() for p in model.parameters())
     held = Loader(rank_cases.texts(11), 64, 0).sequential()
     assert evaluate(model, [*held, batch]) == evaluate(model, held)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory: none left"), ValueError("bad batch")])
+def test_a_failure_in_the_middle_of_what_all_compute_ends_the_run(error):
+    class Cut(rank_cases.Faulty):
+        sharded = True
+
+    trainer = tiny(Ranks(), Cut(Ranks(), 0, 3, error))
+    memory = isinstance(error, torch.OutOfMemoryError)
+    with pytest.raises(TrainerPoisoned, match="step 1 failed, while all processes compute together") as caught:
+        trainer.run()
+    assert ("lower --batch-tokens and restore a checkpoint" in str(caught.value)) == memory
+    with pytest.raises(TrainerPoisoned, match="unusable"):
+        trainer.run()
+    for option in ({"auto_micro_batch": True}, {"chunk": 4}):
+        with pytest.raises(ValueError, match=f"{next(iter(option))}: not for weights that are cut"):
+            tiny(Ranks(), Cut(Ranks(), 0, 0, error), **option)
 
 
 def test_too_few_micro_batches_are_refused():
