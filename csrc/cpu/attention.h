@@ -9,6 +9,8 @@ namespace riftco {
 
 constexpr int64_t CHUNK = 64;  // cached positions that a thread takes at once: their floats stay in its first cache
 
+constexpr int64_t SOON = 32;   // how many of them a row is asked for before it is used
+
 // A layer's part of the cache: [pages, page, K, D] contiguous; a slot is a page where there is no block table.
 struct Rows {
     uint8_t *k, *v;
@@ -55,6 +57,15 @@ inline void quantize(const float* x, int8_t* codes, uint16_t* scale) {
     *scale = to_f16(s);
 }
 
+// Have a row of one head brought near.
+inline void soon(const Rows& c, int64_t at, int64_t D) {
+    const int64_t bytes = D * (c.kind == FLOAT32 ? 4 : c.kind == INT8 ? 1 : 2);
+    for (int64_t i = 0; i < bytes; i += 64) {
+        __builtin_prefetch(c.k + at * bytes + i);
+        __builtin_prefetch(c.v + at * bytes + i);
+    }
+}
+
 inline void keep(const Rows& c, uint8_t* to, uint16_t* scale, int64_t at, int64_t D, const float* x) {
     if (c.kind == FLOAT32) {
         std::memcpy(reinterpret_cast<float*>(to) + at * D, x, D * 4);
@@ -72,10 +83,20 @@ struct Part {
     float *most, *total, *acc;  // acc [Dp]
 };
 
-// One query head [Dp] against `count` keys and values [count, Dp]; s has room for as many scores.
+// The weighted sum of 16 N columns of v [count, Dp].
+template <int N>
+inline void weigh(const float* v, int64_t count, int64_t Dp, const float* weights, float* out) {
+    Floats acc[N];
+    for (int n = 0; n < N; n++) acc[n] = zero();
+    for (int64_t j = 0; j < count; j++)
+        for (int n = 0; n < N; n++) acc[n] = fma(all(weights[j]), load(v + j * Dp + 16 * n), acc[n]);
+    for (int n = 0; n < N; n++) store(out + 16 * n, acc[n]);
+}
+
+// One query head [Dp] against `count` keys and values [count, Dp]; s has room for as many scores, in whole sixteens.
 inline void part_of(const float* k, const float* v, int64_t count, const float* q, int64_t Dp, float scale, float softcap,
                     float* s, const Part& out) {
-    float most = -INFINITY, total = 0;
+    float most = -INFINITY;
     for (int64_t j = 0; j < count; j++) {
         Floats dot = zero();
         for (int64_t i = 0; i < Dp; i += 16) dot = fma(load(q + i), load(k + j * Dp + i), dot);
@@ -84,13 +105,13 @@ inline void part_of(const float* k, const float* v, int64_t count, const float* 
         most = std::max(most, s[j]);
     }
     for (int64_t j = 0; j < count; j++) s[j] = exponential(s[j] - most);
-    for (int64_t j = 0; j < count; j++) total += s[j];
-    *out.most = most, *out.total = total;
-    for (int64_t i = 0; i < Dp; i += 16) {
-        Floats acc = zero();
-        for (int64_t j = 0; j < count; j++) acc = fma(all(s[j]), load(v + j * Dp + i), acc);
-        store(out.acc + i, acc);
-    }
+    Floats sums = zero();
+    std::fill(s + count, s + (count + 15) / 16 * 16, 0.0f);
+    for (int64_t j = 0; j < count; j += 16) sums = sums + load(s + j);
+    *out.most = most, *out.total = sum(sums);
+    int64_t i = 0;
+    for (; i + 64 <= Dp; i += 64) weigh<4>(v + i, count, Dp, s, out.acc + i);
+    for (; i < Dp; i += 16) weigh<1>(v + i, count, Dp, s, out.acc + i);
 }
 
 }  // namespace riftco

@@ -256,6 +256,7 @@ class Thread {
             const int64_t first = cached.from + p * CHUNK, last = std::min(first + CHUNK, cached.to);
             for (int64_t j = first; j < last; j++, n++) {
                 const int64_t at = row_of(l.cache, s.slot[r], j) * m.K + kh;
+                soon(l.cache, row_of(l.cache, s.slot[r], std::min(j + SOON, cached.to - 1)) * m.K + kh, m.D);
                 fetch(l.cache, l.cache.k, l.cache.k_scale, at, m.D, k + n * w.Dp);
                 fetch(l.cache, l.cache.v, l.cache.v_scale, at, m.D, v + n * w.Dp);
             }
