@@ -7,6 +7,7 @@ activations are rounded where the layers round them, cached rows are written by 
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import logging
 from typing import Any
@@ -214,12 +215,17 @@ class CompiledDecoder:
 
 
 def compiled_decoder(model: Decoder, cache: KVCache) -> CompiledDecoder | None:
-    """A CompiledDecoder; None where decoding stays in Python, which a warning says."""
+    """A CompiledDecoder; None where decoding stays in Python, which a warning says once for each reason."""
     try:
         return CompiledDecoder(model, cache)
     except Unfit as why:
-        log.warning("decoding stays in Python: %s", why)
+        _say(str(why))
         return None
+
+
+@functools.cache
+def _say(why: str) -> None:
+    log.warning("decoding stays in Python: %s", why)
 
 
 def _eights(n: int) -> int:

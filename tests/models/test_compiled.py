@@ -9,7 +9,7 @@ from riftco import cpu
 from riftco.functional import GGUFWeight
 from riftco.kernels.gguf_linear.formats import FORMATS
 from riftco.models import Decoder, DecoderConfig, ModelError, generate_tokens
-from riftco.models.compiled import MOST_ROWS, CompiledDecoder, Unfit
+from riftco.models.compiled import MOST_ROWS, CompiledDecoder, Unfit, _say
 from riftco.models.kv_cache import KVCache
 from riftco.nn import GGUFEmbedding, GGUFLinear, LoRALinear, NF4Linear
 
@@ -219,6 +219,16 @@ def test_generation_says_what_the_modules_say(monkeypatch):
     got = list(generate_tokens(model, PROMPTS[0], max_new_tokens=24))
     monkeypatch.setattr("riftco.models.generation.compiled_decoder", lambda *_: None)
     assert got == list(generate_tokens(model, PROMPTS[0], max_new_tokens=24))
+
+
+def test_generation_in_python_is_said_once(caplog):
+    model = decoder(dtype=torch.float16)
+    _say.cache_clear()
+    for _ in range(2):
+        assert len(list(generate_tokens(model, [3, 4], max_new_tokens=3))) == 3
+    assert [r.message.partition(";")[0] for r in caplog.records] == [
+        "decoding stays in Python: activations are torch.float16"
+    ]
 
 
 def unfit(model: Decoder, **options) -> str:
