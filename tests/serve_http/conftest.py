@@ -14,3 +14,18 @@ def tokenizer():
         if "not installed" not in str(absent):
             raise
         pytest.skip(str(absent))
+
+
+@pytest.fixture(scope="module")
+def guarded(tokenizer, tmp_path_factory):
+    """The address of a server with both keys, a folder for what is learned, and one for slots."""
+    from server import served, service
+
+    from riftco.serve.http.auth import Keys
+    from riftco.serve.saved_slots import SlotFiles
+
+    folder = tmp_path_factory.mktemp("train")
+    made = service(tokenizer, folder)
+    files = SlotFiles(folder / "slots", "digest")
+    with served(made, keys=Keys("user", "root"), train_dir=folder, slot_files=files, largest=1 << 16) as address:
+        yield address

@@ -78,3 +78,21 @@ def served(made, config=None, **options):
         server.should_exit = True
         thread.join(20)
         listening.close()
+
+
+KEY = {"x-api-key": "root"}
+
+
+def check_shape(answer, path):
+    """An answer, or a refusal in the dialect's shape."""
+    assert answer.status_code < 500 or answer.status_code in (501, 503), (path, answer.status_code, answer.text[:500])
+    if answer.status_code < 400:
+        return
+    said = answer.json()
+    error = said["error"]
+    assert isinstance(error["message"], str) and error["message"] and isinstance(error["type"], str), said
+    if path.startswith("/v1/messages"):
+        assert said["type"] == "error"
+    else:
+        assert isinstance(error["code"], str) and "param" in error
+    assert answer.headers.get("x-should-retry") in ("false", ["false"]) or answer.status_code in (429, 503)
