@@ -110,14 +110,20 @@ function adapterCard(adapter) {
   name.append(make("b", "title", id), make("span", "pill version"), make("div", "small detail"));
   const serves = make("label", "switch");
   const box = make("input", "scale");
-  Object.assign(box, { type: "checkbox", onchange: () => act(
-    async () => {
-      const now = await api("/lora-adapters");
-      const others = now.filter((one) => one.id !== id && one.scale).map((one) => ({ id: one.id, scale: one.scale }));
-      return api("/lora-adapters", box.checked ? [...others, { id, scale: 1 }] : others);
-    },
-    () => (box.checked ? `${id} now serves every request that names no adapter` : `${id} serves requests that name it`),
-  ) });
+  box.type = "checkbox";
+  box.onchange = async () => {
+    const on = box.checked; // a look may show the server's old word meanwhile
+    box.disabled = true;
+    await act(
+      async () => {
+        const now = await api("/lora-adapters");
+        const others = now.filter((one) => one.id !== id && one.scale).map((one) => ({ id: one.id, scale: one.scale }));
+        return api("/lora-adapters", on ? [...others, { id, scale: 1 }] : others);
+      },
+      () => (on ? `${id} now serves every request that names no adapter` : `${id} serves requests that name it`),
+    );
+    box.disabled = false;
+  };
   serves.append(box, "serves everyone");
   const back = make("select", "back");
   back.ariaLabel = `Roll ${id} back to a version`;
@@ -140,7 +146,8 @@ function showAdapter(card, adapter) {
   put(card, "version", `version ${adapter.version}`);
   const left = adapter.promotable ? "learned more than it serves" : "serves all that it learned";
   put(card, "detail", `step ${adapter.step} · ${left} · ${adapter.digest.slice(0, 8)}`);
-  card.querySelector(".scale").checked = adapter.scale !== 0;
+  const box = card.querySelector(".scale");
+  if (!box.disabled) box.checked = adapter.scale !== 0;
   card.querySelector(".undo").disabled = !adapter.undoable;
   card.querySelector(".promote").disabled = !adapter.promotable;
   const back = card.querySelector(".back");
@@ -273,9 +280,12 @@ function showRate(tokens) {
   $("spark").replaceChildren(svg("path", { d: path || "M0 31" }));
 }
 
+let newest = 0; // a look that another one has overtaken shows nothing
 async function look() {
+  const mine = ++newest;
   try {
     const [props, slots] = await Promise.all([api("/props"), api("/slots")]);
+    if (mine !== newest) return;
     $("link").textContent = "live";
     $("link").className = "pill live";
     $("model").textContent = `${props.model} · ${props.cache_dtype} cache · ${props.version}`;
@@ -291,16 +301,17 @@ async function look() {
     $("frozen").hidden = props.learns;
     if (props.learns) {
       keyed($("adapters"), props.adapters, (adapter) => adapter.id, adapterCard, showAdapter);
-      await lookAtLearning();
+      await lookAtLearning(mine);
     }
   } catch (why) {
+    if (mine !== newest) return;
     $("link").textContent = why.status === 401 ? "needs a key" : "no connection";
     $("link").className = "pill lost";
     if (why.status === 401 && !asked) { asked = true; ask(); }
   }
 }
 
-async function lookAtLearning() {
+async function lookAtLearning(mine) {
   let lines = [];
   let jobs = [];
   try {
@@ -311,6 +322,7 @@ async function lookAtLearning() {
     if (why.status !== 403) throw why;
     $("locked").hidden = false;
   }
+  if (mine !== newest) return;
   keyed($("jobs"), jobs.filter((job) => ["queued", "running"].includes(job.status)), (job) => job.id, jobCard, showJob);
   const learned = lines.some((line) => line.kind === "learn");
   $("nothing").hidden = learned || !$("locked").hidden;
