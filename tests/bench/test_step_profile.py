@@ -34,6 +34,7 @@ def test_a_tiny_step_is_taken_apart(tmp_path):
     out = tmp_path / "profile.csv"
     options = ["--size", "tiny", "--batch", "2", "--seq", "64", "--steps", "2", "--out", str(out)]
     assert step_profile.main(options) == 0
-    rows = list(csv.DictReader(out.open()))
+    with out.open(newline="") as file:
+        rows = list(csv.DictReader(file))
     assert {"attention", "adapters", "norms", "optimizer"} <= {row["kind"] for row in rows}
     assert all(float(row["ms"]) >= 0 and float(row["launches"]) > 0 for row in rows)
