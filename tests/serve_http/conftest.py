@@ -29,3 +29,37 @@ def guarded(tokenizer, tmp_path_factory):
     files = SlotFiles(folder / "slots", "digest")
     with served(made, keys=Keys("user", "root"), train_dir=folder, slot_files=files, largest=1 << 16) as address:
         yield address
+
+
+# a module that needs another service has its own `made`
+
+
+@pytest.fixture(scope="module")
+def made(tokenizer, tmp_path_factory):
+    from server import service
+
+    return service(tokenizer, tmp_path_factory.mktemp("train"))
+
+
+@pytest.fixture(scope="module")
+def url(made):
+    from server import served
+
+    with served(made) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def gpt(url):
+    import openai
+
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def claude(url):
+    import anthropic
+
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
+        yield client

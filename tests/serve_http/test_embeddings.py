@@ -5,31 +5,13 @@ import json
 
 import httpx
 import numpy as np
-import openai
 import pytest
 import torch
-from server import WINDOW, served, service
+from server import WINDOW
 
 from riftco.serve import embed as embedding
 
 TEXTS = ["Where is the key?", "On the hook.", "The key hangs on the hook beside the door, where it always was."]
-
-
-@pytest.fixture(scope="module")
-def made(tokenizer, tmp_path_factory):
-    return service(tokenizer, tmp_path_factory.mktemp("train"))
-
-
-@pytest.fixture(scope="module")
-def url(made):
-    with served(made) as address:
-        yield address
-
-
-@pytest.fixture(scope="module")
-def gpt(url):
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def wanted(made, text, pooling):

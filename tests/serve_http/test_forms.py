@@ -2,38 +2,12 @@
 
 import json
 
-import anthropic
 import httpx
-import openai
 import pytest
-from server import served, service
 
 ASK = [{"role": "user", "content": "Where is the key?"}]
 LEARN = {"lora_id": "live", "lr": 1e-3, "reply": "On the hook."}
 EXTRA = {"learn": LEARN}
-
-
-@pytest.fixture(scope="module")
-def made(tokenizer, tmp_path_factory):
-    return service(tokenizer, tmp_path_factory.mktemp("train"))
-
-
-@pytest.fixture(scope="module")
-def url(made):
-    with served(made) as address:
-        yield address
-
-
-@pytest.fixture(scope="module")
-def gpt(url):
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def claude(url):
-    with anthropic.Anthropic(base_url=url, api_key="none") as client:
-        yield client
 
 
 def learned(parts):

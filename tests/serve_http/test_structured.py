@@ -39,18 +39,6 @@ def made(tokenizer):
     return service(templated(tokenizer, HERMES), window=600, speculate=3)
 
 
-@pytest.fixture(scope="module")
-def url(made):
-    with served(made) as address:
-        yield address
-
-
-@pytest.fixture(scope="module")
-def gpt(url):
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_chat(gpt, temperature):
     ask = {"model": "m", "messages": ASK, "temperature": temperature, "seed": 5}

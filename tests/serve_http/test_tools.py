@@ -2,7 +2,6 @@
 
 import json
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -36,24 +35,6 @@ def kind(request):
 def made(kind, tokenizer, tmp_path_factory):
     own = templated(tokenizer, *TEMPLATES[kind])
     return service(own, tmp_path_factory.mktemp("train"), window=400)
-
-
-@pytest.fixture(scope="module")
-def url(made):
-    with served(made) as address:
-        yield address
-
-
-@pytest.fixture(scope="module")
-def gpt(url):
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def claude(url):
-    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
-        yield client
 
 
 def text_before(kind):
