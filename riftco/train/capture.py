@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from .failures import diagnostic, out_of_memory
 
@@ -87,21 +88,22 @@ class CudaCapture:
         return self._streams[device]
 
 
-def _end_drawing(device: torch.device) -> None:
-    """Give the default generator a state of its own again, whose numbers the caller sets.
+def _end_drawing(device: torch.device, numbers: Tensor) -> None:
+    """Give the default generator a state of its own again, with these numbers.
 
     Where ending a capture fails, PyTorch leaves the generator's state as one of that capture, and every later draw
     outside of a graph is refused.
     """
     generator = torch.cuda.default_generators[device.index]
     generator.graphsafe_set_state(torch.Generator(device).graphsafe_get_state())
+    generator.set_state(numbers)
 
 
 class CudaGraphed:
     """One torch.cuda.CUDAGraph."""
 
     def __init__(self, run: Callable[[], Any], current: torch.cuda.Stream, side: torch.cuda.Stream, pool: Any = None):
-        before = torch.cuda.memory_reserved()
+        before, numbers = torch.cuda.memory_reserved(), torch.cuda.get_rng_state(current.device)
         self.graph = torch.cuda.CUDAGraph()
         why = ""
         try:
@@ -110,12 +112,12 @@ class CudaGraphed:
                 self.output = run()
         except Exception as error:
             if out_of_memory(_first(error)):
-                _end_drawing(current.device)
+                _end_drawing(current.device, numbers)
                 raise _first(error) from None
             why = diagnostic(_first(error))
         if why:
             torch.cuda.synchronize()  # raises where the device itself has failed
-            _end_drawing(current.device)
+            _end_drawing(current.device, numbers)
             raise CannotCapture(f"the step cannot be captured: {why}")
         self.pool_bytes = torch.cuda.memory_reserved() - before
 

@@ -435,4 +435,10 @@ def test_a_step_that_waits_for_the_device_is_refused_by_name_and_stays_eager(det
     made.run(3)
     assert made.step_graph.off.startswith("the step cannot be captured: "), made.notes
     assert equal(made, eager)
-    torch.randn(4, device="cuda")  # the generator is not left in the capture that failed
+    torch.cuda.manual_seed(5)
+    before = torch.cuda.get_rng_state()
+    with pytest.raises(CannotCapture):
+        CudaCapture()(lambda: torch.randn(4, device="cuda").sum().item(), torch.device("cuda"), warm=True)
+    # the generator is not left in the capture that failed, and has its numbers
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    torch.randn(4, device="cuda")
