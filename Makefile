@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: help setup quickstart test test-all test-gpu lint clean
+.PHONY: help setup quickstart test test-all test-gpu lint docs clean
 
 help:
 	@echo "make quickstart  fine-tune SmolLM2-135M on this machine (at most 5 minutes on 2 CPU cores)"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-tpu    the XLA tests, in an environment of their own (2.2 GB)"
 	@echo "make metal-link-check  the Metal extension linked for macOS on arm64, from any system (300 MB)"
 	@echo "make lint        ruff and mypy"
+	@echo "make docs        the documentation as a site in site/, any warning an error"
 
 # torch comes first: where it brings its own Triton (a CUDA build) nothing is pinned against it; beside a build that
 # brings none, 3.6.0 is added, whose interpreter runs the kernels on a CPU.
@@ -52,8 +53,15 @@ test-all: lint
 test-gpu: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -n 8 -m gpu
 
+$(VENV)/docs.stamp: $(VENV)/torch.stamp pyproject.toml
+	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
+	@touch $@
+
+docs: $(VENV)/docs.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 -include tools/tpu.mk
 -include tools/metal.mk
 
 clean:
-	rm -rf .venv .venv-tpu build
+	rm -rf .venv .venv-tpu build site

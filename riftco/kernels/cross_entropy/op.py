@@ -221,7 +221,7 @@ def cross_entropy(
 
     Returns:
         The loss: float32 (float64 for float64 logits); a scalar, or [...] for reduction "none". With return_lse and
-        return_metrics a tuple (loss[, lse][, metrics]).
+        return_metrics a tuple: the loss, then what was asked for, in this order.
 
     Raises:
         ValueError: shapes, dtypes, devices or options that do not fit, each named.
