@@ -30,6 +30,13 @@ def test_every_contract_is_listed_once():
     assert sorted(ids) == sorted(f"A{a}.{b}" for a, n in COUNTS.items() for b in range(1, n + 1))
 
 
+def test_the_counts_of_contracts_are_those_of_the_rows():
+    text = (ROOT / "docs" / "contracts.md").read_text()
+    said = re.search(r"Met: (\d+); partly: (\d+); open: (\d+)\.", text)
+    kinds = [re.split(r"\W", r[2], maxsplit=1)[0] for r in rows()]
+    assert said and [int(n) for n in said.groups()] == [kinds.count(k) for k in ("met", "partly", "open")]
+
+
 def test_every_proof_exists():
     cited = 0
     for number, _, status in rows():
