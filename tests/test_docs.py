@@ -61,12 +61,25 @@ def blocks(page: pathlib.Path, language: str) -> list[str]:
     "page",
     [
         ROOT / "README.md",
-        *(ROOT / "docs" / n for n in ("ops.md", "attention.md", "finetune.md", "many_gpus.md", "transformers.md")),
+        *(
+            ROOT / "docs" / f"{n}.md"
+            for n in (
+                "ops",
+                "attention",
+                "finetune",
+                "many_gpus",
+                "long_context",
+                "packed_data",
+                "distillation",
+                "apple_tpu",
+                "transformers",
+            )
+        ),
     ],
     ids=lambda p: p.name,
 )
 def test_python_blocks_run(page):
-    """docs/models.md has a test of its own, as its blocks need files."""
+    """docs/models.md has a test of its own, as its blocks need files, and so has docs/write_a_kernel.md."""
     for code in blocks(page, "python"):
         exec(compile(code, page.name, "exec"), {})
 
