@@ -15,6 +15,9 @@ from typing import Any
 import typer
 
 BAD_INPUT, FAILED, STOPPED = 2, 1, 130
+# Which of pyproject.toml's extras brings what is not in `finetune`.
+EXTRAS = dict.fromkeys(("fastapi", "starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client"), "serve")
+EXTRAS |= {"llguidance": "structured", "matplotlib": "bench"}
 
 
 def command(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,7 +57,7 @@ def _line(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "stopped"
     if isinstance(error, ModuleNotFoundError):
-        return f"{error}; install it with: pip install 'riftco[finetune]'"
+        return f"{error}; install it with: pip install 'riftco[{EXTRAS.get(error.name or '', 'finetune')}]'"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__

@@ -32,6 +32,14 @@ def test_a_missing_extra_is_named():
     assert "Traceback" not in done.stderr
 
 
+def test_a_missing_package_of_the_server_is_named_with_its_extra():
+    code = "import sys; sys.modules['fastapi'] = None; from riftco.cli import main\n"
+    code += "sys.argv = ['riftco', 'serve', '--model', 'x']; main()"
+    done = python(code)
+    assert done.returncode == 2
+    assert "pip install 'riftco[serve]'" in done.stderr, done.stderr
+
+
 def test_the_package_runs_as_the_command():
     done = subprocess.run([sys.executable, "-m", "riftco", "--version"], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout.split()[0]) == (0, "riftco")
