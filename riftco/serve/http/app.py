@@ -71,7 +71,10 @@ def create_app(
     async def on_invalid(request: Request, why: RequestValidationError) -> JSONResponse:
         first = why.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if part != "body")
-        return answer(request, ApiError(400, f"{where or 'body'}: {first['msg']}", param=where or None))
+        what = first["msg"]
+        if not where and "json" not in request.headers.get("content-type", ""):
+            what = "send JSON, with the header content-type: application/json"
+        return answer(request, ApiError(400, f"{where or 'body'}: {what}", param=where or None))
 
     @app.exception_handler(HTTPException)
     async def on_http(request: Request, why: HTTPException) -> JSONResponse:
