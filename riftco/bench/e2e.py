@@ -303,7 +303,9 @@ def show(name: str, row: dict[str, Any]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="e2e", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p = argparse.ArgumentParser(
+        prog="riftco bench e2e", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     p.add_argument("--size", choices=list(SIZES), default="smollm2-135m")
     p.add_argument("--layers", type=int, help="fewer layers than the size has")
     p.add_argument("--method", choices=["lora", "qlora"], default="qlora")

@@ -181,7 +181,9 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str] | None = None, folder: str | pathlib.Path | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="riftco bench learn-live", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=SHAPES, default="tiny")
     parser.add_argument("--layers", type=int, default=0, help="fewer layers than the size has")
     parser.add_argument("--method", choices=METHODS, default="dense")

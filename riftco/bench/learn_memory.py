@@ -185,7 +185,9 @@ def run(args: argparse.Namespace, out: pathlib.Path) -> int:
 
 
 def main(arguments: list[str] | None = None, folder: str | pathlib.Path = "bench-results") -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="riftco bench learn-memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=SHAPES, default="tiny")
     parser.add_argument("--layers", type=int, default=0, help="fewer layers than the size has")
     parser.add_argument("--method", choices=METHODS, default="dense")

@@ -126,7 +126,9 @@ def apart(folder: pathlib.Path, weights: str, device: str) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None, folder: str | pathlib.Path = "bench-results") -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="riftco bench load-memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=SHAPES, default="tiny")
     parser.add_argument("--layers", type=int, default=0, help="fewer layers than the size has")
     parser.add_argument("--weights", default="nf4", help="as load_model takes them")

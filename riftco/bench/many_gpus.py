@@ -182,7 +182,9 @@ def show(row: dict[str, Any]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="many_gpus", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p = argparse.ArgumentParser(
+        prog="riftco bench many-gpus", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     p.add_argument("case", choices=["speed", "full"])
     p.add_argument("--size", choices=list(SHAPES), default="8b")
     p.add_argument("--layers", type=int, help="fewer layers than the size has")

@@ -348,7 +348,9 @@ def selected(cases, options) -> list[Case]:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p = argparse.ArgumentParser(
+        prog="riftco bench ops", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     p.add_argument("ops", nargs="*", help=f"of {', '.join(ROOMS)}; none: all")
     p.add_argument("--device", choices=list(TARGETS), default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument(

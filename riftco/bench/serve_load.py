@@ -191,7 +191,7 @@ async def many_clients(server: Server, clients: int, seconds: float) -> dict[str
 def main(argv: list[str] | None = None, folder: str | pathlib.Path | None = None) -> int:
     from .serve_soak import soaked  # which uses what is here
 
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="riftco bench serve-load", description=__doc__.partition("\n")[0])
     parser.add_argument("what", choices=("clients", "soak"))
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--slots", type=int, default=8)

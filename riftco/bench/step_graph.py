@@ -176,7 +176,9 @@ def show(step: str, variant: str, row: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None, folder: str | pathlib.Path = "bench-results") -> int:
     """The command; returns the exit status, 1 where a step of riftco is wrong or fails."""
-    p = argparse.ArgumentParser(prog="step_graph", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p = argparse.ArgumentParser(
+        prog="riftco bench step-graph", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     p.add_argument("--only", nargs="*", choices=list(STEPS), help="these steps")
     p.add_argument("--variants", nargs="*", choices=VARIANTS, help="these variants; eager comes first")
     p.add_argument("--steps", type=int, default=20, help="timed steps")

@@ -1,6 +1,7 @@
 """riftco bench hands its options on."""
 
 import csv
+import importlib
 
 import pytest
 
@@ -45,3 +46,11 @@ def test_each_explains_its_own_options(riftco, capfd, name):
 
 def test_a_bad_option_is_refused(riftco):
     riftco("bench", "decode", "--nose", code=2)
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_usage_is_what_one_types(name, capsys):
+    main = importlib.import_module(f"riftco.bench.{BENCHES[name][0]}").main
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert capsys.readouterr().out.startswith(f"usage: riftco bench {name} ")
