@@ -70,18 +70,26 @@ class CompiledDecoder:
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, step: Step, wanted: Tensor) -> Tensor:
-        """Read tokens [T] as `step` (of KVCache.begin) says; the logits [n, V] of the rows `wanted` (int64 [n])."""
-        T, model = len(tokens), self.model
+        """Read tokens [T] as `step` (of KVCache.begin) says; the logits [n, V] of the rows `wanted` (int64 [n]).
+
+        Raises:
+            ModelError: too many rows, a step of another cache or of what it held before, or a row that is not there.
+        """
+        T, model, asked = len(tokens), self.model, wanted.tolist()
         if step.total != T or T > MOST_ROWS or step.cache is not self.cache or step.cu_seqlens is None:
             raise ModelError(f"a step of this cache and of up to {MOST_ROWS} rows is needed; got {step.total} of {T}")
+        if [self.cache.lengths[slot] for slot, _ in step.runs] != step.first.tolist():
+            raise ModelError("the cache has changed since this step began; begin another")
+        rows = sorted(set(asked))  # the compiled part moves them to the front, one after the other
+        if rows and not 0 <= rows[0] <= rows[-1] < T:
+            raise ModelError(f"logits of rows 0 to {T - 1} can be asked for; got {asked}")
         x = model.embed(tokens).float().contiguous()
         turns = [model.rotary(step.positions, step.reach)]
         turns.append(turns[0] if model.local_rotary is None else model.local_rotary(step.positions, step.reach))
         counts = step.cu_seqlens.diff()
         runs = [t.to(torch.int64).repeat_interleave(counts) for t in (step.slots, step.first, step.cu_seqlens[:-1])]
         kept = [step.rows[id(group)].contiguous() for group in self.cache.groups]
-        which = wanted.to(torch.int64).contiguous()
-        n = len(which)
+        which, n = torch.tensor(rows, dtype=torch.int64), len(rows)
         out = torch.empty(n if n < 3 else _eights(n), model.config.vocab_size)  # products write rows in these groups
         cos, sin = ([turn.cos for turn in turns], [turn.sin for turn in turns])
         at = _addresses(kept)
@@ -94,7 +102,8 @@ class CompiledDecoder:
         struct.work = self._scratch(struct)
         self._library.riftco_step(self._struct, struct)
         step.finish()
-        return out[:n].to(model.dtype)
+        made = out[:n].to(model.dtype)
+        return made if rows == asked else made[[rows.index(row) for row in asked]]
 
     def _parts(self, step: Step) -> int:
         """Room for the parts that a row's attention is cut into: of the cached positions, and one of the new rows."""

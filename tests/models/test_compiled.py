@@ -267,3 +267,40 @@ def test_steps_of_others_are_refused():
         with pytest.raises(ModelError, match="a step of this cache"):
             made.logits(torch.zeros(tokens).long(), step, FIRST)
     assert cache.lengths == [len(p) for p in PROMPTS]
+
+
+def test_logits_of_any_rows_in_any_order():
+    """Those that are not there are refused before anything is read or written."""
+    model, tokens = decoder(), torch.arange(5, 17)
+    cache = filled(model)
+    made = CompiledDecoder(model, cache)
+    every = made.logits(tokens, cache.begin([(1, 12)]), torch.arange(12))
+    for wanted in ([11, 0, 4], [3, 3, 1], list(range(11, -1, -1)), [5] * 40, []):
+        cache.cut(1, len(PROMPTS[1]))
+        assert torch.equal(made.logits(tokens, cache.begin([(1, 12)]), torch.tensor(wanted).long()), every[wanted])
+    before = rows(cache, 1)
+    for wanted in ([-1], [12], [0, 1 << 40], [-(1 << 62), 3]):
+        with pytest.raises(ModelError, match="rows 0 to 11 can be asked for"):
+            made.logits(tokens, cache.begin([(1, 12)]), torch.tensor(wanted))
+    for token in (-1, model.config.vocab_size, 1 << 40):
+        with pytest.raises(IndexError):
+            made.logits(torch.full((12,), token), cache.begin([(1, 12)]), FIRST)
+    assert cache.lengths[1] == len(PROMPTS[1]) + 12
+    assert all(torch.equal(now, then) for now, then in zip(rows(cache, 1), before))
+
+
+def test_a_step_of_what_the_cache_held_before_is_refused():
+    """Its rows may be another's by now, and the room for parts of attention is that of what is held."""
+    model = decoder()
+    cache = filled(model)
+    made = CompiledDecoder(model, cache)
+    step = cache.begin([(0, 1), (2, 1)])
+    made.logits(torch.tensor([1, 2]), step, FIRST)
+    held = list(cache.lengths)
+    with pytest.raises(ModelError, match="has changed since this step began"):
+        made.logits(torch.tensor([1, 2]), step, FIRST)
+    step = cache.begin([(2, 1)])
+    cache.cut(2, 0)
+    with pytest.raises(ModelError, match="has changed since this step began"):
+        made.logits(torch.tensor([1]), step, FIRST)
+    assert cache.lengths == [held[0], held[1], 0]
