@@ -46,6 +46,72 @@ def test_one_slot_and_a_client_that_takes_it_all_the_time(tokenizer, tmp_path):
     )
 
 
+LONG = "long " * 20
+SAID = [{"role": "assistant", "content": "On the hook."}]
+LONG_ASKS = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": LONG}], "max_tokens": 1},
+    "/v1/messages": {"messages": [{"role": "user", "content": LONG}], "max_tokens": 1},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": LONG}]},
+    "/v1/responses": {"input": LONG, "max_output_tokens": 1},
+    "/v1/completions": {"prompt": LONG, "max_tokens": 1},
+    "/completion": {"prompt": LONG, "n_predict": 1},
+    "/v1/embeddings": {"input": LONG},
+    "/apply-template": {"messages": [{"role": "user", "content": LONG}]},
+    "/tokenize": {"content": LONG},
+    "/learn": {**LEARN, "reply": None, "messages": [{"role": "user", "content": LONG}, *SAID]},
+}
+
+
+@pytest.mark.parametrize("path", LONG_ASKS)
+def test_a_long_text_holds_up_nobody_else(tokenizer, tmp_path, monkeypatch, path):
+    """Megabytes are seconds of the tokenizer's time, in which everything else is answered."""
+    made = service(tokenizer, tmp_path)
+    reading, go_on = threading.Event(), threading.Event()
+    encode = type(tokenizer).encode
+
+    def slow(self, text, **options):
+        if LONG in text:
+            reading.set()
+            assert go_on.wait(60)
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(type(tokenizer), "encode", slow)
+    with served(made) as url:
+        answers = []
+        ask = threading.Thread(target=lambda: answers.append(httpx.post(url + path, json=LONG_ASKS[path], timeout=60)))
+        ask.start()
+        try:
+            assert reading.wait(30)
+            assert httpx.get(f"{url}/health", timeout=20).status_code == 200
+            assert httpx.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 1}, timeout=20).is_success
+        finally:
+            go_on.set()
+            ask.join()
+        assert answers[0].status_code == (400 if path == "/learn" else 200), answers[0].text
+
+
+def test_learns_that_wait_for_their_time_hold_up_no_prompt(tokenizer, tmp_path, monkeypatch):
+    """More of them than threads that wait for anything."""
+    made = service(tokenizer, tmp_path)
+    go_on, waiting = threading.Event(), threading.Semaphore(0)
+    monkeypatch.setattr(made.scheduler.duty, "wait", lambda: (waiting.release(), go_on.wait(60)))
+    lesson = {**LEARN, "reply": None, "messages": [*ASK["messages"], {"role": "assistant", "content": "On the hook."}]}
+    with served(made) as url, httpx.Client(base_url=url, timeout=60) as client:
+        assert client.post("/v1/chat/completions", json=ASK).is_success
+        learns = [
+            threading.Thread(target=lambda: httpx.post(f"{url}/learn", json=lesson, timeout=60)) for _ in range(40)
+        ]
+        for thread in learns:
+            thread.start()
+        try:
+            assert waiting.acquire(timeout=30)
+            assert client.post("/v1/chat/completions", json=ASK, timeout=20).is_success
+        finally:
+            go_on.set()
+            for thread in learns:
+                thread.join()
+
+
 @pytest.fixture
 def model(tokenizer, tmp_path):
     return serve_load.small_model(tmp_path / "model")

@@ -98,6 +98,31 @@ def test_odd_contents_of_messages(guarded, path):
             send_odd(client, path, {**ASKS[path], at: [{"role": "user", "content": odd}]})
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/apply-template", "/learn"])
+def test_what_is_nested_deeply_is_refused(guarded, path):
+    """JSON's reader takes nearly as much as Python's stack, and what reads messages needs more of it for each level."""
+    at = "input" if path == "/v1/responses" else "messages"
+    for depth in (100, 400, 700, 950, 100_000):
+        nest = '{"a":' * depth + "1" + "}" * depth
+        body = json.dumps({**ASKS[path], at: [{"role": "user", "content": "x", "z": "NEST"}]})
+        raw = body.replace('"NEST"', nest)
+        answer = httpx.post(guarded + path, content=raw[: 1 << 16], headers={**KEY, "content-type": "application/json"})
+        check_shape(answer, path)
+
+
+def test_half_characters_inside_of_options(guarded):
+    """What an answer may repeat is text, at whatever depth it stands."""
+    with httpx.Client(base_url=guarded, headers=KEY, timeout=60) as client:
+        for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions", "/completion"):
+            for name in ("lora_id", "reply", "id"):
+                options = {"lora_id": "live", "lr": 1e-3, "reply": "x", name: "\ud800"}
+                send_odd(client, path, {**ASKS[path], "learn": options})
+            send_odd(client, path, {**ASKS[path], "lora": [{"id": "\ud800"}]})
+        for name in ("lora_id", "reply", "id"):
+            send_odd(client, "/learn", {**ASKS["/learn"], name: "\ud800"})
+        send_odd(client, "/lora-adapters", [{"id": "\ud800"}])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ASKS)
 def test_odd_values_in_every_field(guarded, path):

@@ -80,6 +80,11 @@ def create_app(
     async def on_http(request: Request, why: HTTPException) -> JSONResponse:
         return answer(request, ApiError(why.status_code, f"{why.detail}: {request.method} {request.url.path}"))
 
+    @app.exception_handler(RecursionError)
+    async def on_depth(request: Request, why: RecursionError) -> JSONResponse:
+        """Of what is read before anything runs: messages and schemas have no depth of their own."""
+        return answer(request, ApiError(400, "the request is nested too deeply"))
+
     @app.exception_handler(Exception)
     async def on_bug(request: Request, why: Exception) -> JSONResponse:
         """The log has the traceback; a step may have been made."""
@@ -109,7 +114,7 @@ def create_app(
 
     @app.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> EventSourceResponse | dict[str, Any]:
-        ticket = openai.completion_ticket(service, body, caller_of(request, body))
+        ticket = await openai.completion_ticket(service, body, caller_of(request, body))
         if body.stream:
             return streamed(openai.completion_stream(service, body, ticket), ticket)
         return await answered(request, openai.completion_answer(service, body, ticket))
@@ -135,7 +140,9 @@ def create_app(
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: messages.CountRequest) -> dict[str, int]:
         asked = messages.messages_asked(body)
-        prompt = service.prompt_of(messages.conversation(body), asked.options(body.chat_template_kwargs))
+        prompt = await service.away(
+            service.prompt_of, messages.conversation(body), asked.options(body.chat_template_kwargs)
+        )
         return {"input_tokens": len(prompt)}
 
     @app.post("/v1/responses", response_model=None)

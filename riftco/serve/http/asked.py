@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -111,7 +110,7 @@ class Asked:
             return service.grammars.compile(self._rules(service))
 
         try:
-            return await asyncio.to_thread(compiled)
+            return await service.away(compiled)
         except Refused as why:
             raise ApiError(400, str(why), param=None if self.must else "response_format") from None
 

@@ -77,7 +77,7 @@ async def embedded(service: Service, body: EmbeddingsRequest) -> dict[str, Any]:
         raise ApiError(400, f"dimensions must be at most {size}; got {body.dimensions}", param="dimensions")
     if len(service.scheduler.tasks) >= service.limits.queue:
         raise ApiError(503, f"{service.limits.queue} requests wait already; try again later", retry=True)
-    inputs, found = inputs_of(service, body), dict[int, Tensor]()
+    inputs, found = await service.away(inputs_of, service, body), dict[int, Tensor]()
     service.requests += 1
     try:
         bank = service.engine.bank

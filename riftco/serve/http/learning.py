@@ -11,6 +11,7 @@ from pydantic import ConfigDict, Field
 
 from ...adapters.peft_config import CONFIG, read_spec
 from ...adapters.peft_files import PREFIX, WEIGHTS
+from ...models import ModelError
 from ..batch import Refused
 from ..conversation import reply_tokens
 from ..saved_slots import file_in
@@ -55,7 +56,7 @@ def routes(service: Service, admin, folder: pathlib.Path | None) -> APIRouter:
     async def learn(body: LearnRequest, request: Request) -> dict[str, Any]:
         caller = admin(request)
         service.needs_learning()
-        slot, prompt = lesson(service, body)
+        slot, prompt = await service.away(lesson, service, body)
         outcome = await asyncio.to_thread(service.learn, slot, prompt, body, caller)
         if not outcome.success:
             raise ApiError(400, str(outcome.reason), code="learn_refused")
@@ -155,7 +156,7 @@ def lesson(service: Service, body: LearnRequest) -> tuple[int, list[int]]:
     if body.messages:
         try:
             body.reply_tokens = reply_tokens(service.tokenizer, body.messages[-1])
-        except Refused as why:
+        except (Refused, ModelError) as why:
             raise ApiError(400, str(why), param="messages") from None
         asked = of_openai(body.tools, None, None, "", nested=True)
         prompt = service.prompt_of(body.messages[:-1], asked.options(body.chat_template_kwargs))

@@ -121,7 +121,7 @@ async def messages_ticket(service: Service, body: MessagesRequest, caller: str) 
     asked = messages_asked(body)
     asked.check_learn(body.learn)
     grammar = await asked.grammar(service)
-    prompt = service.prompt_of(conversation(body), asked.options(body.chat_template_kwargs))
+    prompt = await service.away(service.prompt_of, conversation(body), asked.options(body.chat_template_kwargs))
     return service.submit(
         prompt, body.sampling(), body.max_tokens, lora=body.lora, slot=body.id_slot, learn=body.learn, caller=caller,
         grammar=grammar, refuse=asked.refuse(service),

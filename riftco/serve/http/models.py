@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ..sampling import Sampling
 
 
-class Body(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=False)
+class Words(BaseModel):
+    """What may be repeated in an answer."""
 
     @model_validator(mode="before")
     @classmethod
@@ -24,14 +24,18 @@ class Body(BaseModel):
         return given
 
 
-class LoraUse(BaseModel):
+class Body(Words):
+    model_config = ConfigDict(extra="allow", strict=False)
+
+
+class LoraUse(Words):
     """An adapter at a scale."""
 
     id: str
     scale: float = 1.0
 
 
-class LearnOptions(BaseModel):
+class LearnOptions(Words):
     """Learn this turn: its own reply, or `reply` in its place.
 
     id: a learn id of the client's: sent twice, it is learned once.

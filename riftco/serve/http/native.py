@@ -49,8 +49,9 @@ async def native_ticket(service: Service, body: NativeRequest, caller: str) -> T
     if most == 0:
         raise ApiError(400, "n_predict must be -1 (to the end) or at least 1", param="n_predict")
     grammar = await Asked(lark=native_lark(body)).grammar(service)
+    prompt = await service.away(service.tokens_of, body.prompt)
     return service.submit(
-        service.tokens_of(body.prompt), body.sampling(body.n_probs or None, temperature=0.8), most, lora=body.lora,
+        prompt, body.sampling(body.n_probs or None, temperature=0.8), most, lora=body.lora,
         slot=body.id_slot, learn=body.learn, caller=caller, ignore_eos=body.ignore_eos,
         grammar=grammar,
     )  # fmt: skip

@@ -30,7 +30,7 @@ async def chat_ticket(service: Service, body: ChatRequest, caller: str) -> Ticke
     asked = chat_asked(body)
     asked.check_learn(body.learn)
     grammar = await asked.grammar(service)
-    prompt = service.prompt_of(body.messages, asked.options(body.chat_template_kwargs))
+    prompt = await service.away(service.prompt_of, body.messages, asked.options(body.chat_template_kwargs))
     sampling = body.sampling(body.top_logprobs if body.logprobs else None)
     most = body.max_completion_tokens or body.max_tokens
     return service.submit(
@@ -39,8 +39,8 @@ async def chat_ticket(service: Service, body: ChatRequest, caller: str) -> Ticke
     )  # fmt: skip
 
 
-def completion_ticket(service: Service, body: CompletionRequest, caller: str) -> Ticket:
-    prompt = service.tokens_of(body.prompt)
+async def completion_ticket(service: Service, body: CompletionRequest, caller: str) -> Ticket:
+    prompt = await service.away(service.tokens_of, body.prompt)
     return service.submit(
         prompt, body.sampling(body.logprobs), body.max_tokens, lora=body.lora, slot=body.id_slot, learn=body.learn,
         caller=caller,

@@ -87,7 +87,7 @@ async def responses_ticket(service: Service, body: ResponsesRequest, caller: str
     asked = responses_asked(body)
     asked.check_learn(body.learn)
     grammar = await asked.grammar(service)
-    prompt = service.prompt_of(conversation(body), asked.options(body.chat_template_kwargs))
+    prompt = await service.away(service.prompt_of, conversation(body), asked.options(body.chat_template_kwargs))
     return service.submit(
         prompt, body.sampling(), body.max_output_tokens, lora=body.lora, slot=body.id_slot, learn=body.learn,
         caller=caller, grammar=grammar, refuse=asked.refuse(service),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ...adapters import AdapterError
 from ...models import ModelError, Tokenizer
@@ -29,6 +31,8 @@ OURS = frozenset((
     "tokenize", "tokenizer_kwargs", "padding", "truncation", "max_length", "return_tensors", "return_dict",
     "return_assistant_tokens_mask",
 ))  # fmt: skip
+READERS = 4  # threads that turn texts into tokens; learns that wait for their time hold up none of them
+T = TypeVar("T")
 REMEMBERED = 1024  # learn ids whose outcome is kept for a client that asks again
 
 
@@ -72,6 +76,11 @@ class Service:
         self._recent: deque[float] = deque()
         self._known: OrderedDict[str, LearnOutcome | None] = OrderedDict()  # None: under way
         self._lock = threading.Lock()
+        self._readers = ThreadPoolExecutor(READERS, "riftco-text")
+
+    async def away(self, what: Callable[..., T], *arguments: Any) -> T:
+        """Run what a long text makes long (megabytes take seconds) without holding up other requests."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, what, *arguments)
 
     def prompt_of(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
         """The tokens that a conversation is served with, and learned behind."""
@@ -161,7 +170,7 @@ class Service:
         if learn.reply is not None:
             try:
                 reply = reply_tokens(self.tokenizer, {"role": "assistant", "content": learn.reply})
-            except Refused as why:
+            except (Refused, ModelError) as why:
                 raise ApiError(400, str(why), param="learn.reply") from None
         if reply is not None and len(reply) > self.limits.reply_tokens:
             raise ApiError(400, f"a learned reply has at most {self.limits.reply_tokens} tokens; got {len(reply)}")

@@ -36,12 +36,15 @@ def routes(service: Service) -> APIRouter:
     @router.post("/tokenize")
     async def tokenize(body: Tokenize) -> dict[str, Any]:
         try:
-            ids = tokenizer.encode(body.content, add_special_tokens=body.add_special)
+            ids = await service.away(encoded, body)
         except ModelError as why:
             raise ApiError(400, str(why), param="content") from None
         if not body.with_pieces:
             return {"tokens": ids}
-        return {"tokens": [{"id": id, "piece": piece(id)} for id in ids]}
+        return {"tokens": await service.away(lambda: [{"id": id, "piece": piece(id)} for id in ids])}
+
+    def encoded(body: Tokenize) -> list[int]:
+        return tokenizer.encode(body.content, add_special_tokens=body.add_special)
 
     def piece(id: int) -> str | list[int]:
         """The token's text; its bytes where they are no whole characters."""
@@ -54,12 +57,12 @@ def routes(service: Service) -> APIRouter:
         bad = [t for t in body.tokens if not 0 <= t < vocab]
         if bad:
             raise ApiError(400, f"token {bad[0]} is outside the vocabulary of {vocab}", param="tokens")
-        return {"content": tokenizer.decode(body.tokens)}
+        return {"content": await service.away(tokenizer.decode, body.tokens)}
 
     @router.post("/apply-template")
     async def apply_template(body: Template) -> dict[str, Any]:
         asked = of_openai(body.tools, None, None, "", nested=True)
-        prompt = service.prompt_of(body.messages, asked.options(body.chat_template_kwargs))
-        return {"prompt": tokenizer.decode(prompt), "tokens": prompt}
+        prompt = await service.away(service.prompt_of, body.messages, asked.options(body.chat_template_kwargs))
+        return {"prompt": await service.away(tokenizer.decode, prompt), "tokens": prompt}
 
     return router
