@@ -14,6 +14,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
 
 from .layout import Model, Step
 
@@ -27,6 +28,7 @@ FLAGS = (
     "-fPIC", "-w",
 )  # fmt: skip
 SECONDS = 600  # a compiler that takes longer hangs
+BUILDING = "building-"  # how folders of builds begin
 
 
 def why_not() -> str:
@@ -97,23 +99,47 @@ def cache() -> pathlib.Path:
 
 
 def _built() -> pathlib.Path:
-    """The library of these sources, this compiler and this processor; compiled if it is not there."""
+    """The library of these sources, this compiler and this processor; compiled if it is not there, whole."""
     seen = hashlib.sha256(repr(FLAGS).encode())
     for file in sorted(f for f in sources().iterdir() if f.suffix in (".h", ".cpp")):
         seen.update(file.read_bytes())
     seen.update(_run("-march=native", "-dM", "-E", "-x", "c++", os.devnull).encode())  # its version, what it may use
     place = cache() / f"cpu-{seen.hexdigest()[:24]}.so"
-    if not place.exists():
+    if not _whole(place):
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=place.parent) as folder:  # on one disk: another process sees all of it
+            _sweep(place.parent)
+            # on one disk: another process sees all of it
+            with tempfile.TemporaryDirectory(prefix=BUILDING, dir=place.parent) as folder:
                 made = pathlib.Path(folder, "step.so")
                 _run(*FLAGS, "-c", str(sources() / "step.cpp"), "-o", f"{folder}/step.o")
                 _run("-shared", f"{folder}/step.o", "-o", str(made))  # without an OpenMP of its own: PyTorch's is there
+                with open(made, "ab") as built:
+                    built.write(hashlib.sha256(made.read_bytes()).digest())
                 made.replace(place)
         except OSError as why:
             raise RuntimeError(f"cannot write {place}: {why}; set XDG_CACHE_HOME to a folder that can be") from None
     return place
+
+
+def _whole(place: pathlib.Path) -> bool:
+    """Whether a library ends with the digest of what is before it: who loads one that lost its end is killed."""
+    try:
+        data = place.read_bytes()
+    except OSError:  # it is not there, or no file: who builds it says why not
+        return False
+    return hashlib.sha256(data[:-32]).digest() == data[-32:]
+
+
+def _sweep(folder: pathlib.Path) -> None:
+    """Remove what builds left that were killed; one that goes on is younger."""
+    for left in folder.glob(f"{BUILDING}*"):
+        try:
+            dead = time.time() - left.stat().st_mtime > 4 * SECONDS
+        except FileNotFoundError:  # it ended
+            continue
+        if dead:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _run(*arguments: str) -> str:

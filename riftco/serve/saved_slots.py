@@ -5,12 +5,14 @@ Rows are what one model made under one set of adapters' versions. The file names
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
 import re
 import stat
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +32,7 @@ from .engine import Engine
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 FORMAT = "riftco-slot-1"
+WRITING, HOUR = ".writing-", 3600
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,10 @@ class SlotFiles:
     def __init__(self, folder: str | os.PathLike[str], base_digest: str):
         self.folder, self.base = pathlib.Path(folder), base_digest
         self.folder.mkdir(parents=True, exist_ok=True)
+        for left in self.folder.glob(f"{WRITING}*"):  # of a server that was killed; of one that runs, it is younger
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - left.stat().st_mtime > HOUR:
+                    left.unlink()
 
     def check(self, name: str) -> None:
         """Refuse a name that no file can have here."""
@@ -100,7 +107,7 @@ class SlotFiles:
             "uses": [[use.id, use.version, use.scale, was] for use, was in saved.uses],
             "first": [first for first, _ in saved.rows.rows], "end": saved.rows.end,
         }  # fmt: skip
-        handle, fresh = tempfile.mkstemp(prefix=".writing-", dir=self.folder)
+        handle, fresh = tempfile.mkstemp(prefix=WRITING, dir=self.folder)
         os.close(handle)
         try:
             save_file(tensors, fresh, {FORMAT: json.dumps(about)})  # one name: their order is not fixed

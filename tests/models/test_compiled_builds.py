@@ -1,5 +1,6 @@
 """The compiled decoding on processors with fewer registers, and with bugs planted in its source, which are found."""
 
+import os
 import shutil
 
 import pytest
@@ -63,3 +64,19 @@ def test_planted_bugs_are_found(built_anew, tmp_path, file, old, new):
     built_anew.setattr(cpu, "FLAGS", tuple("-O1" if f == "-O3" else f for f in cpu.FLAGS))
     with pytest.raises(AssertionError):
         agree(decoder("gemma3"), layout="paged", page_size=5)
+
+
+@pytest.mark.parametrize("damage", [0, 40, 4096, None])
+def test_a_damaged_library_is_built_again(built_anew, damage):
+    """A disk that lost its end, or all of it; a build that was killed leaves nothing for good."""
+    place = cpu._built()
+    whole = place.read_bytes()
+    left, fresh = place.with_name(f"{cpu.BUILDING}killed"), place.with_name(f"{cpu.BUILDING}running")
+    for folder in (left, fresh):
+        folder.mkdir()
+        (folder / "step.o").write_bytes(b"half")
+    os.utime(left, (1, 1))
+    place.write_bytes(b"nonsense" * 100 if damage is None else whole[:damage])
+    cpu.library()
+    assert place.read_bytes() == whole
+    assert sorted(f.name for f in place.parent.iterdir()) == sorted([fresh.name, place.name])

@@ -134,6 +134,16 @@ def test_names_and_links_lead_nowhere_else(client, files, tmp_path):
     refused(client.post("/slots/x?action=erase"), 400, "id")
 
 
+def test_what_killed_servers_left_is_removed(files):
+    """But not what another server writes at this moment, nor a slot that has been kept for long."""
+    for name in (".writing-killed", ".writing-running", "kept"):
+        (files.folder / name).write_bytes(b"half")
+    for name in (".writing-killed", "kept"):
+        os.utime(files.folder / name, (1, 1))
+    SlotFiles(files.folder, "digest")
+    assert sorted(f.name for f in files.folder.iterdir()) == [".writing-running", "kept"]
+
+
 def test_without_a_folder_nothing_is_saved(tokenizer):
     with served(service(tokenizer)) as url, httpx.Client(base_url=url) as client:
         refused(act(client, 0, "save", filename="x"), 501, "--slot-save-path")
