@@ -5,6 +5,8 @@ python examples/learn_in_place.py [model]     (default: the quickstart's SmolLM2
 
 import sys
 
+from needed import needed
+
 from riftco.adapters import LoraSpec
 from riftco.models import load_model, smollm2_path
 from riftco.serve import Chat, Engine, Scheduler
@@ -14,8 +16,9 @@ CORRECTION = "The blue box with the spare keys is on the second shelf in the hal
 
 
 def main():
-    path = sys.argv[1] if len(sys.argv) > 1 else smollm2_path()
-    model, tokenizer = load_model(path, weights="fp32")
+    with needed("pip install 'riftco[finetune]'"):
+        path = sys.argv[1] if len(sys.argv) > 1 else smollm2_path()
+        model, tokenizer = load_model(path, weights="fp32")
     engine = Engine(model, slots=2, window=512, cache_dtype="q8_0")
     engine.create("mine", LoraSpec(rank=8, alpha=16), seed=0)
     scheduler = Scheduler(engine)

@@ -9,12 +9,17 @@ import pathlib
 import tempfile
 
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from needed import needed
 
 import riftco
 from riftco.models import load_model, save_hf, smollm2_path
 from riftco.train.quickstart import samples
+
+with needed("pip install -c constraints.txt transformers peft"):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    SMOLLM2 = smollm2_path()
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--steps", type=int, default=20)
@@ -23,7 +28,7 @@ parser.add_argument("--output", default="riftco-peft-lora", help="folder of the 
 options = parser.parse_args()
 
 with tempfile.TemporaryDirectory() as folder:
-    decoder, tokenizer = load_model(smollm2_path(), weights="fp32")
+    decoder, tokenizer = load_model(SMOLLM2, weights="fp32")
     save_hf(decoder, pathlib.Path(folder, "smollm2"))
     model = AutoModelForCausalLM.from_pretrained(pathlib.Path(folder, "smollm2"), dtype=torch.float32)
 text = tokenizer.hf

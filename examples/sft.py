@@ -10,14 +10,19 @@ import tempfile
 import time
 
 import torch
-from datasets import load_dataset
-from peft import LoraConfig
-from transformers import AutoModelForCausalLM, TrainerCallback
-from trl import SFTConfig, SFTTrainer
+from needed import needed
 
 import riftco
 from riftco.models import load_model, save_hf, smollm2_path
 from riftco.train.quickstart import samples
+
+with needed("pip install transformers trl peft"):
+    from datasets import load_dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    SMOLLM2 = smollm2_path()
 
 
 class Print(TrainerCallback):
@@ -28,7 +33,7 @@ class Print(TrainerCallback):
 
 def smollm2(folder: pathlib.Path):
     """The model and its tokenizer as transformers has them."""
-    model, tokenizer = load_model(smollm2_path(), weights="fp32")
+    model, tokenizer = load_model(SMOLLM2, weights="fp32")
     save_hf(model, folder)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tokenizer.hf
 

@@ -376,6 +376,8 @@ def main(argv: list[str] | None = None, folder: str | pathlib.Path = "bench-resu
     options = p.parse_args(argv)
     if unknown := [o for o in options.ops if o not in ROOMS]:
         p.error(f"unknown ops {', '.join(unknown)}; known: {', '.join(ROOMS)}")
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        p.error("--plot needs matplotlib: pip install 'riftco[bench]'")  # said before the hours, not after them
     target = TARGETS[options.device]
     if target.torch_device == "cuda" and not torch.cuda.is_available():
         p.error("no CUDA device here")

@@ -12,7 +12,8 @@ def main() -> None:
     try:
         import typer  # noqa: F401
     except ModuleNotFoundError:
-        sys.exit("riftco: the command line needs more packages: pip install 'riftco[finetune]'")
+        print("riftco: the command line needs more packages: pip install 'riftco[finetune]'", file=sys.stderr)
+        sys.exit(2)
     from .app import app
 
-    app()
+    app(prog_name="riftco")  # by this name completion is installed, from `python -m riftco` too

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import typer
@@ -32,23 +33,35 @@ app = typer.Typer(
     name="riftco",
     help="Fine-tune language models: full, LoRA, QLoRA; on NVIDIA, Apple, TPU, CPU.",
     no_args_is_help=True,
-    add_completion=False,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _print_version(as_json: bool) -> None:
+    """For people at once; as JSON with what riftco stands on, which a bug report or a script asks for."""
+    if not as_json:
         typer.echo(f"riftco {__version__}")
-        raise typer.Exit
+        return
+    from ..doctor.machine import versions
+
+    typer.echo(json.dumps(versions()))
 
 
 @app.callback()
 def _root(
     context: typer.Context,
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+    version: bool = typer.Option(False, "--version", help="Print the version."),
+    as_json: bool = typer.Option(False, "--json", help="With --version: those of Python and the packages, too."),
 ) -> None:
+    if version:
+        _print_version(as_json)
+        raise typer.Exit
+    if as_json:
+        raise typer.BadParameter("it goes with --version; commands have one of their own", param_hint="--json")
+    if context.invoked_subcommand is None:
+        raise typer.BadParameter("name a command; riftco --help lists them", param_hint="COMMAND")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and context.invoked_subcommand not in SHARED:
         if os.environ.get("RANK", "0") == "0":
             typer.echo(

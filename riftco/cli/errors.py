@@ -1,7 +1,8 @@
 """What a user sees when something is wrong: one line that says what to do, and exit code 2.
 
-Exit codes: 0 done; 1 the work failed while it ran; 2 bad input, nothing was changed; 130 stopped by Ctrl-C or SIGTERM
-after a checkpoint was saved.
+Exit codes: 0 done; 1 the work failed while it ran, or what was asked is answered by no; 2 bad input or something that
+is not here (a file, a package, a device), nothing was changed; 130 stopped by Ctrl-C or SIGTERM after a checkpoint was
+saved.
 """
 
 from __future__ import annotations
@@ -9,15 +10,20 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import select
 from collections.abc import Callable
 from typing import Any
 
 import typer
 
 BAD_INPUT, FAILED, STOPPED = 2, 1, 130
-# Which of pyproject.toml's extras brings what is not in `finetune`.
-EXTRAS = dict.fromkeys(("fastapi", "starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client"), "serve")
-EXTRAS |= {"llguidance": "structured", "matplotlib": "bench"}
+STDOUT = 1
+EXTRAS = {
+    "finetune": ("transformers", "tokenizers", "jinja2", "gguf", "typer", "rich"),
+    "serve": ("fastapi", "starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client"),
+    "structured": ("llguidance",),
+    "bench": ("matplotlib", "httpx"),
+}  # the modules that pyproject.toml's extras bring
 
 
 def command(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,6 +37,10 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
         why: BaseException
         try:
             return function(*args, **kwargs)
+        except BrokenPipeError as error:
+            if _nobody_reads():
+                raise typer.Exit(FAILED) from None
+            why, code = error, FAILED
         except (ValueError, OSError, NotImplementedError, OverflowError, ModuleNotFoundError) as error:
             broke = isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
             why, code = error, FAILED if broke else BAD_INPUT
@@ -47,6 +57,24 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def install(module: str) -> str:
+    """The pip command that brings a module: riftco's extra where one does, else the package of that name."""
+    package = module.partition(".")[0]
+    extra = next((extra for extra, modules in EXTRAS.items() if package in modules), None)
+    return f"pip install 'riftco[{extra}]'" if extra else f"pip install {package}"
+
+
+def _nobody_reads() -> bool:
+    """Whether standard output's reader has gone (`riftco ... | head`): then nothing more is written there, which keeps
+    the interpreter's own flush at the end quiet, too."""
+    out = select.poll()
+    out.register(STDOUT, 0)  # asks for nothing: errors are told anyway
+    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in out.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
+    return True
+
+
 def _process() -> str:
     """Which process of torchrun's this is, where it is not the first."""
     rank = os.environ.get("RANK", "0") if int(os.environ.get("WORLD_SIZE", "1")) > 1 else "0"
@@ -57,7 +85,7 @@ def _line(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "stopped"
     if isinstance(error, ModuleNotFoundError):
-        return f"{error}; install it with: pip install 'riftco[{EXTRAS.get(error.name or '', 'finetune')}]'"
+        return f"{error}; install it with: {install(error.name or '')}"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from . import options
-from .errors import command
+from .errors import FAILED, command
 
 Opt = typer.Option
 
@@ -49,7 +49,7 @@ def memory(
     debug: options.Debug = False,
 ) -> None:
     """Where one training step's memory goes: the largest tensors at its peak, their sources and owners; or, with
-    --predict or --budget, what its peak will be.
+    --predict or --budget, what its peak will be. Exits with 1 where what was asked for fits the budget in no way.
 
     Example: riftco memory --model model.gguf --method lora --tokens 2048 --top 20
 
@@ -78,3 +78,5 @@ def memory(
     else:
         for line in report.lines():
             typer.echo(line)
+    if budget is not None and not any(fit.fits for fit in report.fits):
+        raise typer.Exit(FAILED)

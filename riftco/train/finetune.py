@@ -39,6 +39,7 @@ from .offload import Offload, offload_for
 from .ranks import Ranks
 from .run import ADAPTER, CHECKPOINTS, FORMAT, FULL_WEIGHTS, MODEL, RUN, TOKENIZER, Judged, Reporter, Run
 from .schedule import Schedule
+from .sinks import package
 from .step_graph import StepGraph
 
 
@@ -135,6 +136,9 @@ def _read_all(given: Mapping[str, Any], resume: bool, reporter: Reporter, ranks:
             given = {**given, "accumulate": ranks.world}
     config = configured(given, stored and stored["config"])
     config.check_processes(ranks.world)
+    for option in ("tensorboard", "wandb"):
+        if ranks.main and getattr(config, option):
+            package(option)
     ranks.on(device_of_process(config.device))
     source = open_source(config.model)
     reporter.note(f"loading {config.model}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import pathlib
@@ -55,15 +56,23 @@ class Jsonl:
         self.file.close()
 
 
+def package(option: str) -> Any:
+    """The module behind --tensorboard or --wandb.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        return importlib.import_module({"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}[option])
+    except ModuleNotFoundError:
+        raise ValueError(f"--{option} needs a package: pip install {option}") from None
+
+
 class TensorBoard:
     """Scalars for TensorBoard; needs the package tensorboard."""
 
     def __init__(self, folder: str | os.PathLike[str]):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ModuleNotFoundError:
-            raise ValueError("--tensorboard needs a package: pip install tensorboard") from None
-        self.writer = SummaryWriter(str(folder))
+        self.writer = package("tensorboard").SummaryWriter(str(folder))
 
     def __call__(self, metric: TrainingMetric) -> None:
         for name, value in metric.asdict().items():
@@ -82,11 +91,7 @@ class WandB:
     """A run of Weights & Biases; needs the package wandb."""
 
     def __init__(self, project: str, config: dict[str, Any] | None = None):
-        try:
-            import wandb
-        except ModuleNotFoundError:
-            raise ValueError("--wandb needs a package: pip install wandb") from None
-        self.run = wandb.init(project=project, config=config)
+        self.run = package("wandb").init(project=project, config=config)
 
     def __call__(self, metric: TrainingMetric) -> None:
         values = metric.asdict()

@@ -27,7 +27,7 @@ def test_waiting_threads_sleep_unless_the_user_says_otherwise():
 
 def test_a_missing_extra_is_named():
     done = python("import sys; sys.modules['typer'] = None; from riftco.cli import main; main()")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "pip install 'riftco[finetune]'" in done.stderr
     assert "Traceback" not in done.stderr
 
