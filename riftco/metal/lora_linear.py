@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels._launch import as_rows
-from ..kernels.lora_linear.base import dtypes, launcher, unpack
+from ..kernels.lora_linear.base import count, dtypes, launcher, unpack
 from ..kernels.lora_linear.dropout import inverse_keep, masked
 from ..kernels.lora_linear.spec import pick
 from . import launch
@@ -27,7 +27,7 @@ def forward(
     ys = [base.forward(x, bias, launcher).contiguous() for base, bias in zip(unpack(kinds, weights, sizes), biases)]
     a = torch.cat([t.to(D) for t in lora_a])
     h, chosen = _seen(x, seed, rows, dropout_p)
-    xa = x.new_empty((_count(x, rows), a.shape[0]), dtype=D)
+    xa = x.new_empty((count(x, rows), a.shape[0]), dtype=D)
     _product(xa, h, a.t(), chosen, inverse_keep(seed, dropout_p))
     for y, part, b, scale in zip(ys, xa.split([t.shape[0] for t in lora_a], 1), lora_b, scales):
         _add(y, part, b.to(D).t(), rows, scale)
@@ -40,9 +40,9 @@ def backward(
     dropout_p: float, rows: Tensor | None, need_x: bool, need_w: list[bool], need_a: bool, need_b: bool,
 ) -> tuple[Tensor, list[Tensor], Tensor]:  # fmt: skip
     D, _ = dtypes(d_ys[0], lora_a, lora_b)
-    inverse, count, C = inverse_keep(seed, dropout_p), _count(d_ys[0], rows), lora_a[0].shape[1]
+    inverse, M, C = inverse_keep(seed, dropout_p), count(d_ys[0], rows), lora_a[0].shape[1]
     a, ranks = torch.cat([t.to(D) for t in lora_a]), [t.shape[0] for t in lora_a]
-    g = a.new_empty((count, a.shape[0]))
+    g = a.new_empty((M, a.shape[0]))
     for d_y, part, b, scale in zip(d_ys, g.split(ranks, 1), lora_b, scales):
         _product(part, d_y, b.to(D), rows, scale)
     d_x = d_ys[0].new_empty(0)
@@ -54,7 +54,7 @@ def backward(
         if seed is None:
             _add(d_x, g, a, rows, 1.0)
         else:
-            delta = g.new_empty((count, C), dtype=torch.float32)
+            delta = g.new_empty((M, C), dtype=torch.float32)
             _product(delta, g, a, None, inverse)
             flat, delta = d_x.view(-1, C), masked(delta, seed, rows, dropout_p)
             here = slice(None) if rows is None else rows
@@ -72,10 +72,6 @@ def backward(
         for piece, d_y, part, b, scale in zip(pieces, d_ys, xa.split(ranks, 1), lora_b, scales):
             _product(piece.view(b.shape), d_y, part, rows, scale, reduced=True)
     return d_x, d_ws, flat
-
-
-def _count(x: Tensor, rows: Tensor | None) -> int:
-    return x.shape[:-1].numel() if rows is None else rows.numel()
 
 
 def _seen(x: Tensor, seed: Tensor | None, rows: Tensor | None, dropout_p: float) -> tuple[Tensor, Tensor | None]:

@@ -316,13 +316,15 @@ def test_strides(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_edges(device):
-    """No rows; no output features; poisoned buffers."""
+    """No rows, of which none can be listed; no output features; poisoned buffers."""
     x, w, a, b, bias = tensors(device.torch_device)
     with device.use(), support.poisoned():
         one = leaves(x[:0], a, b, bias)
         y = lora_linear(one[0], w, one[1], one[2], scale=1.0, bias=one[3])
         y.sum().backward()
         assert y.shape == (0, N) and all(t.grad.shape == t.shape and not t.grad.any() for t in one)
+        with pytest.raises(IndexError):
+            lora_linear(x[:0], w, a, b, scale=1.0, rows=torch.zeros(1, dtype=torch.int64, device=x.device))
         one = leaves(x, a, b[:0])
         y = lora_linear(one[0], w[:0], one[1], one[2], scale=1.0)
         y.sum().backward()

@@ -13,7 +13,7 @@ from torch import Tensor
 from .._contract import launcher, meaning
 from .._frozen_weight import DENSE, Base, FrozenWeight, arity
 
-__all__ = ["DENSE", "Base", "arity", "dtypes", "launcher", "meaning", "pack", "unpack"]
+__all__ = ["DENSE", "Base", "arity", "count", "dtypes", "launcher", "meaning", "pack", "unpack"]
 
 
 def pack(weights: list[Tensor | FrozenWeight]) -> tuple[list[str], list[Tensor], list[int], list[int]]:
@@ -37,6 +37,16 @@ def unpack(kinds: list[str], tensors: list[Tensor], sizes: list[int]) -> list[Ba
         bases.append(Base(kind, list(tensors[t : t + parts]), list(sizes[s : s + numbers])))
         t, s = t + parts, s + numbers
     return bases
+
+
+def count(t: Tensor, rows: Tensor | None) -> int:
+    """How many rows of t [..., C] an adapter is for: those that are listed, or all."""
+    lines = t.shape[:-1].numel()
+    if rows is None:
+        return lines
+    if not lines and rows.numel():  # kernels take the nearest row that is there
+        raise IndexError(f"lora_linear: {rows.numel()} rows are listed, and x has none")
+    return rows.numel()
 
 
 def dtypes(x: Tensor, lora_a: list[Tensor], lora_b: list[Tensor]) -> tuple[torch.dtype, torch.dtype]:

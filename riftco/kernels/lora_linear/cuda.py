@@ -12,7 +12,7 @@ from torch import Tensor
 from .._launch import as_rows, cdiv, on
 from ..attention.philox import threshold
 from . import kernels, tiles
-from .base import dtypes, launcher, unpack
+from .base import count, dtypes, launcher, unpack
 from .dropout import inverse_keep
 
 
@@ -51,10 +51,6 @@ def backward(
     return d_x, d_ws, _grads(d_ys, x, xa, g, lora_a, lora_b, scales, seed, dropout_p, rows, need_a, need_b)
 
 
-def _count(t: Tensor, rows: Tensor | None) -> int:
-    return t.shape[:-1].numel() if rows is None else rows.numel()
-
-
 def _lines(t: Tensor) -> tuple[Tensor, tuple[int, int, int, int]]:
     """t [..., C] with the four numbers that say where its rows lie."""
     lines, inner, stride_o, stride_i = as_rows(t)
@@ -73,7 +69,7 @@ def _ranks(ws: list[Tensor], dim: int) -> tuple[tuple[int, ...], int]:
 
 def _down(x: Tensor, seed: Tensor | None, dropout_p: float, rows: Tensor | None, ws: list[Tensor]) -> Tensor:
     """dropout(x) A^T of all members side by side, [rows, sum of R], from one reading of x."""
-    M, C = _count(x, rows), x.shape[-1]
+    M, C = count(x, rows), x.shape[-1]
     ranks, R = _ranks(ws, 0)
     tile = tiles.down(M, C, R, x.dtype.itemsize >= 4)
     out = torch.empty(tile.splits, M, R, dtype=torch.float32 if tile.splits > 1 else ws[0].dtype, device=x.device)
@@ -92,7 +88,7 @@ def _down(x: Tensor, seed: Tensor | None, dropout_p: float, rows: Tensor | None,
 
 def _down_each(ts: list[Tensor], rows: Tensor | None, ws: list[Tensor], scales: list[float]) -> Tensor:
     """scale * d_y B of all members side by side, [rows, sum of R]."""
-    M, widths = _count(ts[0], rows), tuple(t.shape[-1] for t in ts)
+    M, widths = count(ts[0], rows), tuple(t.shape[-1] for t in ts)
     ranks, R = _ranks(ws, 1)
     tile = tiles.down(M, max(widths), max(ranks), ts[0].dtype.itemsize >= 4, len(ts))
     out = torch.empty(tile.splits, M, R, dtype=torch.float32 if tile.splits > 1 else ws[0].dtype, device=ts[0].device)
@@ -111,7 +107,7 @@ def _down_each(ts: list[Tensor], rows: Tensor | None, ws: list[Tensor], scales: 
 
 def _up_each(ys: list[Tensor], rows: Tensor | None, xa: Tensor, ws: list[Tensor], scales: list[float]) -> None:
     """Add scale * (x A^T) B^T to each member's y, in place."""
-    M, widths = _count(ys[0], rows), tuple(y.shape[-1] for y in ys)
+    M, widths = count(ys[0], rows), tuple(y.shape[-1] for y in ys)
     ranks, R = _ranks(ws, 1)
     tile = tiles.up(M, max(ranks))
     blocks = sum(cdiv(N, tile.BN * tile.tiles) for N in widths)
@@ -134,7 +130,7 @@ def _up(
     if rows is not None and len(parts) > 1:  # the other rows need their sum as well
         first.copy_(sum((p.float() for p in parts[1:]), first.float()))
         parts = parts[:1]
-    M, C = _count(first, rows), first.shape[-1]
+    M, C = count(first, rows), first.shape[-1]
     ranks, R = _ranks(ws, 0)
     tile = tiles.up(M, R)
     if M == 0 or C == 0:
@@ -170,7 +166,7 @@ def _grads(
             total += b.numel()
     if not products:
         return torch.empty(0, dtype=torch.float32, device=d_ys[0].device)
-    M = _count(d_ys[0], rows)
+    M = count(d_ys[0], rows)
     tile = tiles.grads(M, [(p[0].shape[-1], p[3]) for p in products], d_ys[0].dtype.itemsize >= 4, need_a)
     out = torch.empty(tile.splits, total, dtype=torch.float32, device=d_ys[0].device)
     if M == 0 or total == 0:
