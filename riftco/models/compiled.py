@@ -170,14 +170,14 @@ class CompiledDecoder:
         base, adapter, dtype = layer, None, self.model.dtype
         if hasattr(layer, "adapter"):
             if getattr(layer, "use_dora", False):
-                raise Unfit(f"{name} has a DoRA, which is decoded in Python")
+                raise Unfit(f"{name} has a DoRA, which the compiled step does not read")
             if layer.training and layer.dropout:
                 raise Unfit(f"{name} drops out")
             base, adapter = layer.base_layer, layer.adapter()
         if type(base) is GGUFLinear:
             data, kind = base.weight.packed, base.weight.info.ggml_type
         elif type(base) is not nn.Linear:
-            raise Unfit(f"{name} is a {type(base).__name__}, which is decoded in Python")
+            raise Unfit(f"{name} is a {type(base).__name__}, which the compiled step does not read")
         elif base.weight.dtype != dtype:
             raise Unfit(f"{name} is in {base.weight.dtype} under activations in {dtype}")
         else:

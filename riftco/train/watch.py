@@ -86,7 +86,7 @@ class Watch:
             return
         self._why = PeerLost(
             f"{self._cause(before)}; process {self.rank} stops too: nothing of this step is kept, "
-            "the last checkpoint stands; go on with --resume, with any number of processes"
+            "--resume goes on from the last checkpoint, if there is one, with any number of processes"
         )
         self._news.set()
         with contextlib.suppress(OSError):  # on to the next

@@ -70,4 +70,4 @@ def test_a_killed_process_ends_the_other(tmp_path):
     processes[1].kill()
     (status, _, why), (killed, _, _) = ended(processes, 60)
     assert (status, killed) == (1, -signal.SIGKILL)
-    assert "process 1 ended without a word" in why and "go on with --resume" in why
+    assert "process 1 ended without a word" in why and "--resume goes on" in why
