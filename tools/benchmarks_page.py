@@ -1,0 +1,98 @@
+"""Writes docs/benchmarks.md from the CSV files of bench/results: `python tools/benchmarks_page.py`."""
+
+from __future__ import annotations
+
+import csv
+import pathlib
+
+ROOT = pathlib.Path(__file__).parent.parent
+RESULTS, PAGE = ROOT / "bench" / "results", ROOT / "docs" / "benchmarks.md"
+HEAD = """# Benchmarks
+
+Every file of bench/results as a table, written by `python tools/benchmarks_page.py`; a test holds this page to the files.
+Medians; every competitor of a table ran in the same process, one after the other in turns, after its results were held
+against float64. A row without a number says why there is none. What was measured outside of such a run, and what limits a
+kernel, stands in the room's own notes.
+"""
+MACHINE = ("machine", "date", "commit", "torch", "triton")
+# what a table of anything but ops shows
+SHOWN = {
+    "e2e": ("size", "method", "batch", "seq", "checkpointing", "competitor", "tokens_s", "median_ms", "peak_gib"),
+    "decode": ("weights", "cache", "slots", "context", "path", "tokens_s", "best_tokens_s"),
+    "load": ("size", "weights", "stored_gib", "load_s", "held_gib", "peak_gib", "layer_gib", "host_anonymous_peak_gib"),
+    "sft": ("method", "competitor", "steps", "wall_s", "cpu_s", "peak_mib", "first_loss", "last_loss"),
+}
+
+
+def number(text: str) -> str:
+    """Four digits of a number; anything else as it is."""
+    try:
+        value = float(text)
+    except ValueError:
+        return text
+    return text if text.isdigit() else f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
+
+
+def of_ops(rows: list[dict[str, str]]) -> str:
+    """A row a case and pass, a column a competitor: ms, and beside riftco's the rate and the peak."""
+    peers = list(dict.fromkeys(r["peer"] for r in rows))
+    cases = dict.fromkeys((r["op"], r["case"], r["shape"], r["pass"]) for r in rows)
+    found = {(r["op"], r["case"], r["shape"], r["pass"], r["peer"]): r for r in rows}
+    lines = []
+    for op, case, shape, passed in cases:
+        ours = found.get((op, case, shape, passed, "riftco"), {})
+        rates = [number(ours.get(rate, "")) for rate in ("tflop_s", "gb_s")]
+        cells = [cell(found.get((op, case, shape, passed, peer))) for peer in peers]
+        lines.append([f"{case}, {shape}", passed, *cells, *rates])
+    return table(["case", "pass", *(f"{peer}, ms" for peer in peers), "riftco's TFLOP/s", "GB/s"], lines)
+
+
+def cell(row: dict[str, str] | None) -> str:
+    if row is None:
+        return ""
+    return number(row["median_ms"]) if row["status"] == "ok" else row["why"].split(";")[0].split("(")[0][:60].strip()
+
+
+def of_kinds(rows: list[dict[str, str]]) -> str:
+    """A step's kernels added up by kind."""
+    steps = list(dict.fromkeys(r["size"] for r in rows))
+    kinds = dict.fromkeys(r["kernel"] if r["kind"] == "step" else r["kind"] for r in rows)
+    sums = dict.fromkeys(((s, k) for s in steps for k in kinds), 0.0)
+    for r in rows:
+        sums[r["size"], r["kernel"] if r["kind"] == "step" else r["kind"]] += float(r["ms"])
+    lines = [[kind, *(f"{sums[s, kind]:.2f}" for s in steps)] for kind in kinds]
+    return table(["kernels", *(f"{s}, ms" for s in steps)], lines)
+
+
+def section(file: pathlib.Path) -> str:
+    with file.open(newline="") as opened:
+        rows = list(csv.DictReader(opened))
+    name = file.stem.split("-", 3)[3]
+    kind = name.split("-")[0]
+    if "op" in rows[0]:
+        body = of_ops(rows)
+    elif "kernel" in rows[0]:
+        body = of_kinds(rows)
+    else:
+        shown = SHOWN[kind]
+        body = table([s.replace("_", " ") for s in shown], [[number(r[s]) for s in shown] for r in rows])
+    runs = dict.fromkeys(tuple(r.get(m, "") for m in MACHINE) for r in rows)
+    said = "; ".join(
+        f"{machine}, {date}, commit {commit}, torch {torch}, Triton {triton or 'none'}"
+        for machine, date, commit, torch, triton in runs
+    )
+    return f"## {name}, {file.stem[:10]}\n[{file.name}](../bench/results/{file.name}): {said}\n\n{body}"
+
+
+def page() -> str:
+    files = sorted(RESULTS.glob("*.csv"), key=lambda f: (f.stem.split("-", 3)[3], f.stem))
+    return "\n".join([HEAD, *map(section, files)])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
