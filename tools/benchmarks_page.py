@@ -9,15 +9,26 @@ ROOT = pathlib.Path(__file__).parent.parent
 RESULTS, PAGE = ROOT / "bench" / "results", ROOT / "docs" / "benchmarks.md"
 HEAD = """# Benchmarks
 
-Every file of bench/results as a table, written by `python tools/benchmarks_page.py`; a test holds this page to the files.
-Medians; every competitor of a table ran in the same process, one after the other in turns, after its results were held
-against float64. A row without a number says why there is none. What was measured outside of such a run, and what limits a
+Every file of bench/results as a table, written by `python tools/benchmarks_page.py`; a test holds this page to the
+files. Medians; competitors of one date and commit ran in one process, in turns, after their results were held against
+float64. A row without a number says why there is none. What was measured outside of such a run, and what limits a
 kernel, stands in the room's own notes.
 """
 MACHINE = ("machine", "date", "commit", "torch", "triton")
 # what a table of anything but ops shows
 SHOWN = {
-    "e2e": ("size", "method", "batch", "seq", "checkpointing", "competitor", "tokens_s", "median_ms", "peak_gib"),
+    "e2e": (
+        "size",
+        "method",
+        "batch",
+        "seq",
+        "checkpointing",
+        "competitor",
+        "tokens_s",
+        "median_ms",
+        "peak_gib",
+        "commit",
+    ),
     "decode": ("weights", "cache", "slots", "context", "path", "tokens_s", "best_tokens_s"),
     "load": ("size", "weights", "stored_gib", "load_s", "held_gib", "peak_gib", "layer_gib", "host_anonymous_peak_gib"),
     "sft": ("method", "competitor", "steps", "wall_s", "cpu_s", "peak_mib", "first_loss", "last_loss"),
