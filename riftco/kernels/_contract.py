@@ -27,7 +27,7 @@ KEYS = {"cpu": "CPU", "cuda": "CUDA", "mps": "MPS", "xla": "XLA"}
 IMPLS = {"spec": None, "triton": "cuda", "metal": "mps"}  # RIFTCO_IMPL value -> the device whose launchers it names
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a key by itself: its mappings have no hash
 class Op:
     name: str
     spec: str
@@ -104,12 +104,12 @@ def choose(name: str, device: str, dtype: torch.dtype = torch.float32) -> Choice
 
 def own(name: str, device: str, dtype: torch.dtype = torch.float32) -> Choice:
     """`choose` outside of any run. Pure but for the RIFTCO_IMPL request."""
-    return _own(name, device, dtype == torch.float64, os.environ.get("RIFTCO_IMPL", ""))
+    return _own(TABLE[name], device, dtype == torch.float64, os.environ.get("RIFTCO_IMPL", ""))
 
 
 @functools.cache  # a training step asks hundreds of times
-def _own(name: str, device: str, double: bool, asked: str) -> Choice:
-    op = TABLE[name]
+def _own(op: Op, device: str, double: bool, asked: str) -> Choice:
+    name = op.name
     if asked and asked not in IMPLS:
         raise ValueError(f"RIFTCO_IMPL={asked!r}; accepted: {', '.join(IMPLS)}")
     if asked == "spec":

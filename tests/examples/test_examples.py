@@ -88,8 +88,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
-    assert done.stderr.startswith(f"{name}.py: ") and done.stderr.rstrip().endswith(how), done.stderr
+    said = [line for line in done.stderr.splitlines() if "kernels-community" not in line]  # bitsandbytes' own
+    assert (done.returncode, len(said)) == (2, 1), done.stderr
+    assert said[0].startswith(f"{name}.py: ") and said[0].endswith(how), done.stderr
 
 
 def test_bad_arguments_are_refused():

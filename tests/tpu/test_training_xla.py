@@ -13,7 +13,7 @@ from riftco.data import Buckets, Example, Loader, pack
 from riftco.models import Decoder
 from riftco.nn import NF4Linear
 from riftco.optim import Adam
-from riftco.train import Schedule, Trainer, evaluate, finetune, tiny
+from riftco.train import Ranks, Schedule, Trainer, evaluate, finetune, tiny
 from riftco.train.config import ConfigError, FinetuneConfig
 from riftco.train.run import Reporter
 
@@ -165,7 +165,7 @@ def test_what_xla_does_not_take_is_refused_by_name(monkeypatch):
 def test_packed_weights_are_refused_with_the_remedy():
     config = FinetuneConfig(model="m.gguf", data="d.jsonl", output="o", weights="packed")
     with pytest.raises(ConfigError, match="--weights packed: GGUF's blocks have no kernel for tpu; use --weights nf4"):
-        finetune._model(config, torch.device(tpu.DEVICE_TYPE), None)
+        finetune._model(config, Ranks(tpu.DEVICE_TYPE), None)
 
 
 def test_tied_weights_stay_tied_where_parameters_are_replaced():
