@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import tpu
 from ..functional import NF4Weight, nf4_linear
 from ..nn import NF4Linear
 
@@ -96,7 +97,12 @@ def _share(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def _over(parts: Sequence[Tensor]) -> Tensor | None:
-    """One tensor over all of them, where each begins behind the one before it."""
+    """One tensor over all of them, where each begins behind the one before it.
+
+    None where tensors have no addresses: on XLA, on meta, while torch.compile traces.
+    """
+    if parts[0].device.type in (tpu.DEVICE_TYPE, "meta") or torch.compiler.is_compiling():
+        return None
     for a, b in itertools.pairwise(parts):
         same = a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() and a.shape[1:] == b.shape[1:]
         if not same or a.dtype != b.dtype or b.data_ptr() != a.data_ptr() + a.nbytes:

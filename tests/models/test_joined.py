@@ -88,6 +88,16 @@ def test_each_gets_its_own_part(kind, bias, rows):
 
 
 @torch.no_grad()
+def test_tensors_without_addresses_are_left_as_they_are():
+    _, group = layers()
+    assert product(torch.randn(3, 64, device="meta"), [layer.to("meta") for layer in group]) is None
+    _, group = layers()
+    seen = []
+    torch.compile(lambda x: seen.append(product(x, group)), backend="eager")(torch.randn(3, 64))
+    assert seen == [None]
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", [torch.nn.Linear, NF4Linear])
 def test_what_is_apart_stays_apart(kind, bias):
