@@ -141,6 +141,7 @@ def test_a_pipe_that_breaks_elsewhere_is_said(capsys):
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_is_by_the_commands_name(shell):
     env = {k: v for k, v in os.environ.items() if not k.startswith("_RIFTCO")}
+    env["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"  # the shell that is named, whoever started this process
     python = [sys.executable, "-m", "riftco"]
     script = subprocess.run([*python, "--show-completion", shell], cwd=ROOT, capture_output=True, text=True, env=env)
     assert script.returncode == 0 and "_RIFTCO_COMPLETE=" in script.stdout and "-m" not in script.stdout.split()
