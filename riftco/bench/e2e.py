@@ -2,6 +2,8 @@
 
 `python bench/e2e.py --size 8b --method qlora --batch 2 --seq 4096 [--checkpointing]`. Before anything is timed, a tiny
 model is compared with transformers, and each competitor's first loss with ln V, what random weights must give.
+
+"riftco graph" is a step of `riftco finetune --step-graph`, on CUDA: the trainer's, from the data to the metric.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 RANK, ALPHA, LEARNING_RATE = 16, 32, 1e-4
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-WARM_UP = 2
+WARM_UP = 2  # the second step of a graph records it
+LOSS_TOLERANCE = 0.05  # of what the loss fell by, between a graph's step and the eager one
+MOST_STEPS = 10_000
 COLUMNS = (
     "size", "layers", "method", "batch", "seq", "checkpointing", "competitor", "status", "why", "tokens_s", "median_ms",
     "p10_ms", "p90_ms", "steps", "peak_gib", "weights_gib", "first_loss", "last_loss", "dtype", "device", "machine",
@@ -152,8 +156,10 @@ def liger_model(shape: dict, method: str, checkpointing: bool, dtype: torch.dtyp
     return transformers_model(shape, method, checkpointing, dtype, device)
 
 
+GRAPH = "riftco graph"
+OURS = ("riftco", GRAPH)
 COMPETITORS: dict[str, tuple[Callable, tuple[str, ...]]] = {
-    "riftco": (riftco_model, ()),
+    **{name: (riftco_model, ()) for name in OURS},
     "transformers": (transformers_model, ("transformers", "peft")),
     "transformers+Liger": (liger_model, ("transformers", "peft", "liger_kernel")),
 }
@@ -161,7 +167,9 @@ COMPETITORS: dict[str, tuple[Callable, tuple[str, ...]]] = {
 
 def missing(name: str, method: str, device: str) -> str:
     """Why a competitor cannot run here, or ""."""
-    needs = COMPETITORS[name][1] + (("bitsandbytes",) if method == "qlora" and name != "riftco" else ())
+    if name == GRAPH and (why := _capture().why_not(torch.device(device))):
+        return why
+    needs = COMPETITORS[name][1] + (("bitsandbytes",) if method == "qlora" and name not in OURS else ())
     absent = [m for m in needs if importlib.util.find_spec(m) is None]
     if absent:
         return f"{', '.join(absent)} not installed"
@@ -195,15 +203,16 @@ def disagreement() -> str:
     return ""
 
 
-def measure(name: str, options, shape: dict, dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """The row of one competitor. Raises Wrong, or whatever the competitor raises."""
-    before = _allocated(device)
-    torch.manual_seed(0)
-    model, loss_of = COMPETITORS[name][0](shape, options.method, options.checkpointing, dtype, device)
+def _capture() -> Any:
+    from riftco.train.capture import CudaCapture
+
+    return CudaCapture()
+
+
+def eager_step(model: torch.nn.Module, loss_of: LossOf, ids: Tensor) -> Callable[[], Tensor]:
+    """Forward, backward and torch's AdamW: as every competitor is timed that is not replayed."""
     trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=LEARNING_RATE, fused=device == "cuda")
-    ids = torch.randint(0, shape["vocab_size"], (options.batch, options.seq), device=device)
-    weights = _allocated(device) - before if device == "cuda" else _bytes_of(model)
+    optimizer = torch.optim.AdamW(trainable, lr=LEARNING_RATE, fused=ids.is_cuda)
 
     def step() -> Tensor:
         loss = loss_of(ids)
@@ -212,6 +221,45 @@ def measure(name: str, options, shape: dict, dtype: torch.dtype, device: str) ->
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
+    return step
+
+
+def graph_trainer(model, ids: Tensor, method: str):
+    """The trainer of `riftco finetune --step-graph` on a token file that holds these rows alone, with its defaults."""
+    from riftco.data import TokenArrays, TokenLoader
+    from riftco.optim import Adam
+    from riftco.train import Schedule, StepGraph, Trainer
+    from riftco.train.config import FinetuneConfig
+
+    config = FinetuneConfig(model="", data="", output="", method=method, lr=LEARNING_RATE, step_graph=True)
+    optimizer = Adam(
+        [p for p in model.parameters() if p.requires_grad],
+        lr=config.rate,
+        weight_decay=config.weight_decay,
+        gradient_clip=config.gradient_clip,
+        state=config.moments,
+    )
+    source = TokenLoader(TokenArrays(ids.cpu().numpy()), ids.numel(), config.seed)
+    graph = StepGraph(model, optimizer, note=lambda text: None, capture=_capture())
+    schedule = Schedule(config.rate, MOST_STEPS, "constant")
+    return Trainer(model, optimizer, source, schedule, device=ids.device, step_graph=graph)
+
+
+def measure(
+    name: str, options, shape: dict, dtype: torch.dtype, device: str, eager: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The row of one competitor, which a graph's must equal in its losses where `eager` is the row of its like.
+
+    Raises Wrong, or whatever the competitor raises.
+    """
+    before = _allocated(device)
+    torch.manual_seed(0)
+    model, loss_of = COMPETITORS[name][0](shape, options.method, options.checkpointing, dtype, device)
+    ids = torch.randint(0, shape["vocab_size"], (options.batch, options.seq), device=device)
+    weights = _allocated(device) - before if device == "cuda" else _bytes_of(model)
+    trainer = graph_trainer(model, ids, options.method) if name == GRAPH else None
+    step = eager_step(model, loss_of, ids) if trainer is None else lambda: trainer.run(1).metrics[0].loss
+
     first = float(step())
     expected = math.log(shape["vocab_size"])
     if not abs(first - expected) < 0.1 * expected:
@@ -219,6 +267,11 @@ def measure(name: str, options, shape: dict, dtype: torch.dtype, device: str) ->
     for _ in range(WARM_UP - 1):
         step()
     peak = timing.peak_bytes(step, device)
+    if trainer is not None:  # which holds what a step made without one takes and gives back
+        graph = trainer.step_graph
+        if not graph.replayed:
+            raise Wrong(graph.summary())
+        peak += graph.pool_bytes + sum(p.nbytes for p in model.parameters() if p.requires_grad)
     samples = []
     for _ in range(options.steps):
         _wait(device)
@@ -228,6 +281,10 @@ def measure(name: str, options, shape: dict, dtype: torch.dtype, device: str) ->
         samples.append(1e3 * (time.perf_counter() - start))
     if not float(last) < first:
         raise Wrong(f"the loss went from {first:.4f} to {float(last):.4f} on one repeated batch")
+    if eager is not None:
+        for which, loss in (("first_loss", first), ("last_loss", float(last))):
+            if not abs(loss - eager[which]) < LOSS_TOLERANCE * (eager["first_loss"] - eager["last_loss"]):
+                raise Wrong(f"its {which.replace('_', ' ')} is {loss:.4f}, the eager one {eager[which]:.4f}")
     t = timing.summary(samples)
     return {
         "status": "ok", "tokens_s": 1e3 * ids.numel() / t.median_ms, "median_ms": t.median_ms, "p10_ms": t.p10_ms,
@@ -270,15 +327,18 @@ def run(options, write: Callable[[dict], None]) -> int:
         print(f"RED, nothing is timed: {difference}")
         write({**common, "competitor": "riftco", "status": "red", "why": difference})
         return 1
-    status = 0
+    status, eager = 0, None
     for name in COMPETITORS:
         if options.peers is not None and name != "riftco" and name not in options.peers:
             continue
-        if reason := missing(name, options.method, device):
+        reason = missing(name, options.method, device)
+        if name == GRAPH and not reason and eager is None:
+            reason = "there are no eager losses to compare with"
+        if reason:
             row: dict[str, Any] = {"status": "missing", "why": reason}
         else:
             try:
-                row = measure(name, options, shape, dtype, device)
+                row = measure(name, options, shape, dtype, device, eager if name == GRAPH else None)
             except Wrong as wrong:
                 row = {"status": "wrong", "why": str(wrong)}
             except Exception as failed:  # out of memory, for one; reported with its reason
@@ -288,7 +348,8 @@ def run(options, write: Callable[[dict], None]) -> int:
                 torch.cuda.empty_cache()
         print(show(name, row), flush=True)
         write({**common, "competitor": name, **row})
-        status |= int(name == "riftco" and row["status"] != "ok")
+        eager = row if name == "riftco" and row["status"] == "ok" else eager
+        status |= int(name in OURS and row["status"] not in ("ok", "missing"))
     return status
 
 

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from train.test_step_graph import StandIn
 
 from riftco.bench import e2e, plot
 
@@ -37,9 +38,67 @@ def test_peers_are_named_with_the_reason(bench):
     _, rows, text = bench("--method", "lora")
     by = {r["competitor"]: r for r in rows}
     assert set(by) == set(e2e.COMPETITORS)
+    assert by["riftco graph"]["status"] == "missing" and "need a CUDA device" in by["riftco graph"]["why"]
     liger = by["transformers+Liger"]
     assert liger["status"] == "missing" and liger["why"] in text and liger["tokens_s"] == ""
     assert by["transformers"]["status"] == "ok" or by["transformers"]["why"].endswith("not installed")
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """A stand-in for a CUDA graph; the trainers that were made with it."""
+    real, made = e2e.graph_trainer, []
+
+    def graph_trainer(model, *rest):
+        monkeypatch.setattr(e2e, "_capture", lambda: StandIn(model))
+        made.append(real(model, *rest))
+        return made[-1]
+
+    monkeypatch.setattr(e2e, "graph_trainer", graph_trainer)
+    monkeypatch.setattr(e2e, "_capture", lambda: StandIn(None))
+    return made
+
+
+@pytest.mark.parametrize("options", [("--method", "qlora"), ("--method", "lora", "--checkpointing")])
+def test_a_graphs_step_is_the_trainers(bench, recorded, options):
+    status, rows, text = bench(*options, "--peers", "riftco graph", "--batch", "2")
+    eager, graph = rows
+    assert status == 0 and (eager["competitor"], graph["competitor"]) == e2e.OURS and graph["status"] == "ok", text
+    assert float(graph["first_loss"]) == pytest.approx(float(eager["first_loss"]), rel=1e-5)
+    assert float(graph["last_loss"]) == pytest.approx(float(eager["last_loss"]), rel=1e-3)
+    (trainer,) = recorded
+    counts = trainer.step_graph.eager, trainer.step_graph.captured, trainer.step_graph.replayed
+    assert counts == (1, 1, trainer.step - 1) and trainer.step == e2e.WARM_UP + 1 + 3
+    assert trainer.optimizer.gradient_clip == 1.0 and trainer.optimizer.form in ("paged", "contiguous")
+    adapters = sum(p.nbytes for p in trainer.model.parameters() if p.requires_grad)
+    assert float(graph["peak_gib"]) * 2**30 >= float(graph["weights_gib"]) * 2**30 + 2**20 + adapters
+    assert float(graph["tokens_s"]) == pytest.approx(64e3 / float(graph["median_ms"]))
+
+
+def test_a_graph_that_learns_otherwise_is_not_timed(bench, recorded, monkeypatch):
+    real = e2e.graph_trainer
+
+    def half_as_fast(*rest):
+        made = real(*rest)
+        made.schedule = type(made.schedule)(e2e.LEARNING_RATE / 2, e2e.MOST_STEPS, "constant")
+        return made
+
+    monkeypatch.setattr(e2e, "graph_trainer", half_as_fast)
+    status, (_, row), _ = bench("--peers", "riftco graph")
+    assert status == 1 and row["status"] == "wrong" and "the eager one" in row["why"] and row["tokens_s"] == ""
+
+
+def test_a_step_that_is_not_replayed_is_not_timed(bench, monkeypatch):
+    monkeypatch.setattr("riftco.train.capture.CudaCapture.why_not", lambda self, device: "")
+    monkeypatch.setattr(e2e.torch.cuda, "device", no_capture)
+    status, (_, row), _ = bench("--peers", "riftco graph")
+    assert status == 1 and row["status"] == "wrong" and "steps are eager: nothing here records" in row["why"]
+
+
+def no_capture(device):
+    from riftco.train.capture import CannotCapture
+
+    raise CannotCapture("nothing here records")
 
 
 def test_no_speed_while_the_model_is_red(bench, monkeypatch):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from train.test_step_graph import StandIn
 
 from riftco.bench import plot, step_graph
 
@@ -20,7 +21,7 @@ def bench(tmp_path, capsys):
 def test_rows(bench, monkeypatch):
     real = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: real(self, backend="aot_eager"))
-    status, rows, text = bench()
+    status, rows, text = bench("--variants", *step_graph.VARIANTS)
     assert status == 0 and tuple(rows) == step_graph.VARIANTS
     assert rows["step graph"]["status"] == "missing" and "need a CUDA device" in rows["step graph"]["why"]
     assert rows["compiled blocks"]["status"] == "ok", rows["compiled blocks"]["why"]
@@ -57,7 +58,33 @@ def test_a_step_that_fails_is_named(bench, monkeypatch):
     monkeypatch.setattr(step_graph, "trainer", broken)
     status, rows, _ = bench()
     assert status == 1 and rows["eager"]["status"] == "failed" and "no such step" in rows["eager"]["why"]
+    assert tuple(rows) == ("eager", "step graph")
+    _, rows, _ = bench("--variants", "compiled blocks")
     assert rows["compiled blocks"]["why"] == "there are no eager losses to compare with"
+
+
+def test_a_replayed_step_has_its_capture_and_memory_in_its_row(bench, monkeypatch):
+    real = step_graph.trainer
+
+    def recorded(*rest):
+        made = real(*rest)
+        if made.step_graph is not None:
+            made.step_graph._capture = StandIn(made.model)
+        return made
+
+    monkeypatch.setattr(step_graph, "trainer", recorded)
+    monkeypatch.setattr(step_graph.CudaCapture, "why_not", lambda self, device: "")
+    status, rows, text = bench()
+    eager, graph = rows["eager"], rows["step graph"]
+    assert status == 0 and graph["status"] == "ok" and float(graph["off_by"]) == 0, text
+    assert float(graph["capture_s"]) > 0 == float(eager["capture_s"]) and float(graph["pool_gib"]) == 2**-10
+    assert float(graph["extra_gib"]) == pytest.approx(float(graph["peak_gib"]) - float(eager["peak_gib"]))
+
+
+def test_what_the_host_asks_for_is_counted():
+    names = ["cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernelEx", "cudaMemcpyAsync", "cudaGraphLaunch"]
+    others = ["void kernel(float*)", "cudaDeviceSynchronize", "Memcpy DtoD (Device -> Device)", "cudaEventRecord"]
+    assert step_graph.count_launches(names + others) == len(names)
 
 
 @pytest.mark.gpu
@@ -66,4 +93,5 @@ def test_a_graph_is_measured_on_a_gpu(tmp_path):
     assert step_graph.main(["--only", "tiny", "--variants", "eager", "step graph", "--out", str(out)]) == 0
     rows = {row["variant"]: row for row in plot.read(out)}
     assert float(rows["step graph"]["off_by"]) == 0 and float(rows["step graph"]["pool_gib"]) > 0
+    assert 0 < int(rows["step graph"]["launches"]) < int(rows["eager"]["launches"])
     print({name: (row["median_ms"], row["host_ms"]) for name, row in rows.items()})
