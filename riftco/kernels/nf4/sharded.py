@@ -10,7 +10,10 @@ from .weight import NF4Weight
 
 
 class NF4ParameterLinear(NF4Linear):
-    """The layer's 4-bit weight as two frozen parameters, `codes` (uint8) and `scale` (float32, one a block).
+    """The layer's 4-bit weight as two frozen parameters, `codes` (bytes) and `scale` (float32, one a block).
+
+    Two bytes of codes are named a bfloat16, as nothing computes with them: FSDP2 of torch 2.11 makes of each part a
+    parameter that could learn, which torch refuses to integers, and not every backend gathers float8.
 
     `weight` is an NF4Weight over what they are at the moment, so that a gathered weight is used where it lies. A second
     level of scales is expanded: 4.5 bits a weight. For training only: the state_dict is not bitsandbytes'.
@@ -21,14 +24,17 @@ class NF4ParameterLinear(NF4Linear):
         self.in_features, self.out_features = layer.in_features, layer.out_features
         weight = layer.weight
         self.shape, self.block_size, self.held_dtype = tuple(weight.shape), weight.block_size, weight.dtype
-        self.codes = nn.Parameter(weight.codes.view(-1), requires_grad=False)
+        codes = weight.codes.view(-1)
+        self.length = codes.numel()
+        pairs = nn.functional.pad(codes, (0, self.length % 2)).view(torch.bfloat16)
+        self.codes = nn.Parameter(pairs, requires_grad=False)
         self.scale = nn.Parameter(weight.scale, requires_grad=False)
         self.bias = layer.bias
         self.train(layer.training)
 
     @property
     def weight(self) -> NF4Weight:  # type: ignore[override]
-        codes, scale = self.codes.detach(), self.scale.detach()
+        codes, scale = self.codes.detach().view(torch.uint8)[: self.length], self.scale.detach()
         return NF4Weight(codes.view(-1, 1), scale, self.shape, self.block_size, self.held_dtype)
 
     def _apply(self, fn, recurse=True):
