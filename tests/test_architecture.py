@@ -98,6 +98,16 @@ def test_layers_point_one_way():
             assert used <= allowed[layer], f"{file.relative_to(ROOT)} imports {sorted(used - allowed[layer])}"
 
 
+def test_who_starts_a_backward():
+    """The training step, and the one walk that chunks, replies and labelled batches share: no other loop trains."""
+    found = set()
+    for file in [*(PACKAGE / "train").rglob("*.py"), *(PACKAGE / "serve").rglob("*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("backward", "grad"):
+                found.add((str(file.relative_to(PACKAGE)), ast.unparse(node.func)))
+    assert found == {("train/loop.py", "loss.backward"), ("train/chunked.py", "torch.autograd.backward")}
+
+
 def test_test_modules_have_names_of_their_own():
     """pytest imports them by their stems: of two with one name the second is not collected."""
     stems = [f.stem for f in (ROOT / "tests").rglob("*.py") if f.stem not in ("__init__", "conftest")]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from typing import Annotated, Any
 
 import typer
 
@@ -29,6 +30,14 @@ def serve(
     adapter: Annotated[str, Opt("--adapter-id", help="The adapter that learns; made where there is none.")] = "live",
     lr_max: Annotated[float, Opt("--lr-max", help="The largest learning rate that a request may ask for.")] = 1e-2,
     journal: Annotated[int, Opt("--journal", min=0, help="How many steps can be undone.")] = 8,
+    learn_duty: Annotated[
+        float,
+        Opt("--learn-duty", envvar="LEARN_DUTY", help="Part of the time to learn in while others are served; 1: all."),
+    ] = 0.1,
+    template_kwargs: Annotated[
+        str | None,
+        Opt("--chat-template-kwargs", help="JSON: options of the chat template where a request has none."),
+    ] = None,
     api_key: Annotated[str | None, Opt("--api-key", envvar="RIFTCO_API_KEY", help="Asked of every caller.")] = None,
     admin_key: Annotated[
         str | None, Opt("--admin-key", envvar="RIFTCO_ADMIN_KEY", help="Asked of who learns, promotes or undoes.")
@@ -62,10 +71,25 @@ def serve(
     """
     from ..serve.http.run import serve_forever, tls_options
 
+    if not 0 < learn_duty <= 1:
+        raise ValueError(f"--learn-duty must be above 0 and at most 1; got {learn_duty:g}")
+    template = options_of(template_kwargs)
     tls = tls_options(ssl_keyfile, ssl_certfile, ssl_keyfile_password, ssl_ca_certs)
     serve_forever(
         model, host=host, port=port, slots=slots, window=window, cache=cache, chunk=chunk, speculate=speculate,
         train_dir=train_dir, rank=rank, adapter=adapter, lr_max=lr_max, journal=journal, api_key=api_key,
         admin_key=admin_key, insecure=insecure, cuda_graphs=cuda_graphs, weights=weights, device=device,
-        slot_save_path=slot_save_path, cors_origins=cors_origin or (), tls=tls,
+        slot_save_path=slot_save_path, cors_origins=cors_origin or (), tls=tls, duty=learn_duty,
+        template=template,
     )  # fmt: skip
+
+
+def options_of(given: str | None) -> dict[str, Any]:
+    """The object that a JSON text holds."""
+    try:
+        made = json.loads(given or "{}")
+    except ValueError as why:
+        raise ValueError(f"--chat-template-kwargs is no JSON: {why}") from None
+    if not isinstance(made, dict):
+        raise ValueError(f"--chat-template-kwargs must be a JSON object; got {given}")
+    return made

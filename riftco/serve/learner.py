@@ -6,6 +6,7 @@ the next reply are what they were, whatever happens on the way.
 
 from __future__ import annotations
 
+import logging
 import math
 import numbers
 import time
@@ -19,10 +20,13 @@ from torch import Tensor, nn
 
 from ..models import KVCache
 from ..optim import Adam
-from ..train.chunked import Rows, adjoint_bytes, rows_of, runs_of, walk
+from ..train.chunked import Rows, adjoint_bytes, rows_of, runs_of, stateful, walk
+from ..train.failures import diagnostic, out_of_memory
 from ..train.state import flatten_optimizer, on_host, random_state, set_random_state, unflatten_optimizer
 from .bank import AdapterBank, AdapterSet, State, digest
 from .batch import UNLABELLED, Refused, check_weights, whole
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ class Learner:
 
     Args:
         bank, cache: the server's.
-        chunk: rows of a chunk of a long reply.
+        chunk: rows of a chunk of a long reply; halved, and left so, where memory runs out.
         lr_range: learning rates that a request may ask for.
         gradient_clip: largest global gradient norm of a step.
         weight_decay: AdamW's.
@@ -165,7 +169,7 @@ class Learner:
         labelled = sum(int((lesson.label >= 0).sum()) for lesson in lessons)
         done = False
         try:
-            loss = self._gradients(lessons, adapter, labelled)
+            loss = self._gradients_that_fit(lessons, adapter, labelled)
             version = self.bank.adapters[adapter].version
             outcome = LearnOutcome(True, loss_before=loss, n_labelled=labelled, adapter=adapter, version=version)
             if not dry_run:
@@ -259,6 +263,8 @@ class Learner:
             raise Refused(f"lr must be between {low:g} and {high:g}; got {lr!r}")
         if not lessons:
             raise Refused("there is nothing to learn")
+        if layers := stateful(self.cache):
+            raise Refused(f"layers {layers} keep a state through which no gradient is carried; this model only serves")
         vocab, longest = self.bank.model.config.vocab_size, self.bank.model.config.max_position_embeddings
         for lesson in lessons:
             n = len(lesson.tokens)
@@ -286,6 +292,26 @@ class Learner:
                 f"{where}: the keys, values and adjoints of a reply of {run} tokens take {need} bytes, more than the "
                 f"{self.budget_bytes} allowed; send a shorter reply, or raise the budget"
             )
+
+    def _gradients_that_fit(self, lessons: Sequence[Lesson], adapter: str, labelled: int) -> float:
+        """`_gradients`, where memory runs out in chunks of half the rows, on which no gradient depends."""
+        state = random_state(self.bank.model.device)
+        while True:
+            try:
+                return self._gradients(lessons, adapter, labelled)
+            except Exception as error:
+                if not out_of_memory(error):
+                    raise
+                why = diagnostic(error)
+            longest = max(end - start for lesson in lessons for start, end in runs_of(lesson.label))
+            smaller = min(self.chunk, longest) // 2
+            if not smaller:
+                raise Refused(f"memory ran out even a row at a time, and nothing was changed: {why}")
+            log.warning("learning in chunks of %d rows from here on: %s", smaller, why)
+            self.chunk = smaller
+            for p in self.bank.shadow(adapter).values():
+                p.grad = None
+            set_random_state(state, self.bank.model.device)
 
     def _gradients(self, lessons: Sequence[Lesson], adapter: str, labelled: int) -> float:
         """Put the gradients of all lessons' mean loss on the shadow; the loss."""
@@ -318,7 +344,7 @@ class Learner:
     @torch.no_grad()
     def _loss(self, lessons: Sequence[Lesson], adapter: str, labelled: int) -> float:
         """The loss alone, under the shadow as it is now."""
-        return self._gradients(lessons, adapter, labelled)
+        return self._gradients_that_fit(lessons, adapter, labelled)
 
     def _there(self, lesson: Lesson) -> tuple[Tensor, Tensor, Tensor | None]:
         device = self.bank.model.device

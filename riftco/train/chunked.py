@@ -356,6 +356,11 @@ def runs_of(target: Tensor) -> Iterator[Span]:
             start = None
 
 
+def stateful(cache: Cache | KVCache | None) -> list[int]:
+    """The layers of a cache that keep something else than keys and values, whose adjoints a walk knows nothing of."""
+    return sorted(cache.states) if isinstance(cache, KVCache) else []
+
+
 def adjoint_bytes(model: Decoder, run: int) -> int:
     """What a run's keys, values and their adjoints take: it grows with the run, not with what lies before it."""
     config, stored = model.config, model.dtype.itemsize
@@ -370,5 +375,7 @@ def _check(model, ids, target, weight, chunk, cache, prefix, first) -> None:
         raise ValueError(f"walk: a chunk has 1 row or more; got {chunk}")
     if prefix < 0 or (prefix and cache is None) or (cache is not None and prefix > cache.window):
         raise ValueError(f"walk: a prefix of {prefix} rows needs a cache that holds it")
+    if layers := stateful(cache):
+        raise ValueError(f"walk: layers {layers} keep a state through which no gradient is carried from chunk to chunk")
     if first + len(ids) > model.config.max_position_embeddings:
         raise ValueError(f"walk: {too_long(first + len(ids), model.config)}")

@@ -1,4 +1,4 @@
-"""What `riftco serve` refuses before it loads anything."""
+"""What `riftco serve` makes of its flags, and what it refuses before it loads anything."""
 
 import pytest
 
@@ -8,6 +8,10 @@ REFUSED = {
     "lets other machines in, and there is no key": ["--host", "0.0.0.0"],
     "TLS needs --ssl-certfile": ["--ssl-keyfile", "key.pem"],
     "absent.pem: no such file": ["--ssl-certfile", "absent.pem"],
+    "--learn-duty must be above 0 and at most 1; got 0": ["--learn-duty", "0"],
+    "--learn-duty must be above 0 and at most 1; got nan": ["--learn-duty", "nan"],
+    "--chat-template-kwargs is no JSON": ["--chat-template-kwargs", "{enable_thinking: false}"],
+    "--chat-template-kwargs must be a JSON object; got [1]": ["--chat-template-kwargs", "[1]"],
 }
 
 
@@ -15,3 +19,46 @@ REFUSED = {
 def test_refusals(riftco, why):
     said = riftco("serve", "--model", "absent", *REFUSED[why], code=2)
     assert why in said.stderr
+
+
+@pytest.fixture
+def started(riftco, model, monkeypatch):
+    """Start the command up to its first request: what it made, by name."""
+    from riftco.serve.http import run
+
+    def start(*flags):
+        seen = {}
+        monkeypatch.setattr(run, "create_app", lambda service, **options: seen.update(options, service=service))
+        monkeypatch.setattr(run.uvicorn, "run", lambda app, **options: seen.update(options))
+        riftco("serve", "--model", model, "--window", "64", "--cache", "float16", *flags)
+        return seen
+
+    return start
+
+
+def test_every_flag_reaches_what_it_is_for(started, tmp_path):
+    seen = started(
+        "--train-dir", tmp_path / "mine", "--slots", "3", "--chunk", "32", "--speculate", "2", "--rank", "5",
+        "--adapter-id", "me", "--lr-max", "0.02", "--journal", "3", "--learn-duty", "0.25", "--host", "127.0.0.2",
+        "--chat-template-kwargs", '{"enable_thinking": false}', "--api-key", "user", "--admin-key", "root",
+        "--port", "8099", "--slot-save-path", tmp_path / "slots", "--cors-origin", "https://a", "--weights", "fp16",
+    )  # fmt: skip
+    service = seen["service"]
+    engine, scheduler = service.engine, service.scheduler
+    assert service.learns and service.template == {"enable_thinking": False}
+    assert (len(engine.slots), engine.window, engine.chunk, engine.learner.chunk) == (3, 64, 32, 32)
+    assert (engine.cache.dtype, str(engine.model.dtype)) == ("float16", "torch.float16")
+    assert engine.bank.of("me").spec.rank == 5 and engine.store.folder == tmp_path / "mine"
+    assert engine.learner.lr_range == (1e-7, 0.02) and engine.learner.depth == 3
+    assert (scheduler.duty.fraction, scheduler.speculate) == (0.25, 2)
+    assert (seen["host"], seen["port"], seen["origins"]) == ("127.0.0.2", 8099, ["https://a"])
+    assert (seen["keys"].api, seen["keys"].admin) == ("user", "root") and seen["hosts"] is None
+    assert seen["train_dir"] == tmp_path / "mine" and seen["slot_files"].folder == tmp_path / "slots"
+
+
+def test_without_flags_nothing_learns_and_a_tenth_is_the_duty(started, monkeypatch):
+    service = started()["service"]
+    assert not service.learns and service.engine.store is None and not service.engine.bank.adapters
+    assert service.scheduler.duty.fraction == 0.1 and service.template == {}
+    monkeypatch.setenv("LEARN_DUTY", "0.5")
+    assert started()["service"].scheduler.duty.fraction == 0.5

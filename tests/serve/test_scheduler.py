@@ -245,6 +245,45 @@ def test_learning_takes_a_tenth_of_the_time_while_others_wait(monkeypatch):
     assert third.finished.learn.success and other.finished.why == "length"
 
 
+@pytest.mark.parametrize("duty", [0.1, 1.0])
+def test_what_neighbours_notice_of_a_client_that_always_learns(duty, monkeypatch):
+    """A forward takes 1, a learn 10. With the rule 95 of 100 of a neighbour's tokens come as if nobody learned; without
+    it learning has most of the time, and its tail is a learn longer."""
+    clock, gaps = Clock(), []
+    made = Scheduler(engine(slots=3), duty=duty, clock=clock)
+
+    def takes(name, seconds):
+        real = getattr(Engine, name)
+
+        def slow(self, *args, **options):
+            clock.now += seconds
+            return real(self, *args, **options)
+
+        monkeypatch.setattr(Engine, name, slow)
+
+    takes("decode", 1.0)
+    takes("learn", 10.0)
+    readers = {n: made.submit(Request(PROMPTS[0], max_new_tokens=n)) for n in (30, 23)}  # one of them is always there
+    learner, learned, read, last = made.submit(Request(PROMPTS[1], max_new_tokens=3, teach=Teach("a", 1e-3))), 0, 0, 0.0
+    while len(gaps) < 400:
+        made.step()
+        if len(readers[30].tokens) > read:
+            read, last = len(readers[30].tokens), (gaps.append(clock.now - last), clock.now)[1]
+        for n, reader in readers.items():
+            if reader.finished:
+                readers[n], read = made.submit(Request(PROMPTS[0], max_new_tokens=n)), 0 if n == 30 else read
+        if learner.finished:
+            assert learner.finished.learn.success
+            learned += 1
+            learner = made.submit(Request(PROMPTS[1], max_new_tokens=3, teach=Teach("a", 1e-3)))
+    p50, p95 = sorted(gaps)[200], sorted(gaps)[380]
+    assert learned >= 3
+    if duty < 1:
+        assert p50 == p95 == 1.0 and 10 * learned <= duty * clock.now + 10
+    else:
+        assert p95 == 11.0 and 10 * learned > clock.now / 2
+
+
 def test_a_lesson_on_its_own_waits_too_while_others_are_busy():
     clock, slept = Clock(), []
     made = scheduler(slots=2, clock=clock)

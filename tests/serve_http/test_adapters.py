@@ -145,3 +145,38 @@ def test_a_conversation_on_a_thinking_template_learns(tokenizer, tmp_path, think
         if thinking:  # the other way round, the slot holds that prompt too: it is the beginning of what was served
             other = {"chat_template_kwargs": {"enable_thinking": False}}
             refused(client.post("/learn", json={**lesson, **other}), 400, "it differs at token")
+
+
+def test_the_servers_template_options_are_those_of_who_gives_none(tokenizer, tmp_path):
+    """Served and learned alike; a request's own options come first; what is no option of a template is refused."""
+    thinks = copy.copy(tokenizer)
+    thinks.hf = copy.deepcopy(tokenizer.hf)
+    thinks.hf.chat_template = THINKS
+    made = service(thinks, tmp_path, template={"enable_thinking": False})
+    off, on = (made.prompt_of(ASK, {"enable_thinking": t}) for t in (False, True))
+    assert made.prompt_of(ASK, {}) == off != on == off[: len(on)]
+    answered = [*ASK, {"role": "assistant", "content": "On the hook."}]
+    with served(made) as url, httpx.Client(base_url=url, timeout=60) as client:
+        client.post("/v1/chat/completions", json={**CHAT, "id_slot": 0})
+        assert made.engine.slots[0].tokens[: len(off)] == off
+        lesson = {"lora_id": "live", "lr": 1e-3, "messages": answered, "id_slot": 0}
+        assert client.post("/learn", json=lesson).json()["learn"]["success"]
+    with pytest.raises(ValueError, match="chat_template_kwargs: tokenize is no option of a template"):
+        service(thinks, template={"tokenize": False})
+
+
+def test_a_request_learns_at_its_own_rate(client, made):
+    """Adam's first step is its rate wherever there is a gradient, so the largest change tells which rate it was."""
+    for lora, lr, route in (("live", 3e-3, "a turn"), ("other", 7e-3, "/learn")):
+        if lora == "other":
+            made.engine.create("other", made.engine.bank.of("live").spec, seed=1)
+        before = {name: p.detach().clone() for name, p in made.engine.bank.shadow(lora).items()}
+        if route == "a turn":
+            answer = client.post("/v1/chat/completions", json={**CHAT, "learn": {**LEARN, "lora_id": lora, "lr": lr}})
+        else:
+            messages = [*ASK, {"role": "assistant", "content": "On the hook."}]
+            answer = client.post("/learn", json={"lora_id": lora, "lr": lr, "messages": messages})
+        assert answer.json()["learn"]["success"]
+        moved = max(float((p.detach() - before[n]).abs().max()) for n, p in made.engine.bank.shadow(lora).items())
+        assert moved == pytest.approx(lr, rel=1e-2)
+        assert made.engine.store.audit.newest(1)[0]["lr"] == lr

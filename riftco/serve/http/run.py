@@ -14,6 +14,7 @@ from ...models import base_digest
 from ...train.use import load
 from ..engine import Engine
 from ..saved_slots import SlotFiles
+from ..scheduler import LEARN_DUTY
 from ..store import Store
 from .app import create_app
 from .auth import LOOPBACK, Keys, check_bind
@@ -25,6 +26,7 @@ def serve_forever(
     train_dir: str | None, rank: int, adapter: str, lr_max: float, journal: int, api_key: str | None,
     admin_key: str | None, insecure: bool, cuda_graphs: bool, weights: str, device: str,
     slot_save_path: str | None = None, cors_origins: Sequence[str] = (), tls: Mapping[str, Any] | None = None,
+    duty: float = LEARN_DUTY, template: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """Until SIGINT or SIGTERM: what is being answered ends first, then what was learned is on disk already.
 
@@ -43,7 +45,9 @@ def serve_forever(
         engine.create(adapter, LoraSpec(rank=rank, alpha=2.0 * rank))
     engine.prepare(guesses=speculate)
     name = pathlib.Path(model).stem if model.endswith(".gguf") else pathlib.Path(model).name
-    service = Service(engine, loaded.tokenizer, name=name, learns=store is not None, speculate=speculate)
+    service = Service(
+        engine, loaded.tokenizer, name=name, learns=store is not None, speculate=speculate, duty=duty, template=template
+    )
     known = bool(api_key or admin_key) or insecure
     app = create_app(
         service, keys=keys, train_dir=None if train_dir is None else pathlib.Path(train_dir),

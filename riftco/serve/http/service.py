@@ -21,7 +21,7 @@ from ..grammar import Grammar, Grammars
 from ..learner import LearnOutcome
 from ..requests import Finished, Request, Teach, Ticket
 from ..sampling import Sampling
-from ..scheduler import Scheduler
+from ..scheduler import LEARN_DUTY, Scheduler
 from .errors import ApiError
 from .models import LearnOptions, LoraUse
 
@@ -54,6 +54,8 @@ class Service:
         name: the model's, in answers.
         learns: whether learning is offered at all (a folder for what is learned was given).
         limits: caps.
+        duty: the part of the time that learning may take while others are served.
+        template: options of the chat template where a request gives none.
     """
 
     def __init__(
@@ -65,12 +67,17 @@ class Service:
         learns: bool = False,
         limits: Limits | None = None,
         speculate: int = 0,
+        duty: float = LEARN_DUTY,
+        template: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
+        self.template = dict(template or {})
+        if taken := OURS & self.template.keys():
+            raise ValueError(f"chat_template_kwargs: {min(taken)} is no option of a template")
         self.engine, self.tokenizer, self.name, self.learns = engine, tokenizer, name, learns
         self.limits = limits or Limits()
         self.grammars = Grammars(tokenizer, engine.model.config.vocab_size)
-        self.scheduler = Scheduler(engine, queue=self.limits.queue, speculate=speculate)
+        self.scheduler = Scheduler(engine, queue=self.limits.queue, duty=duty, speculate=speculate)
         self.requests, self.created, self._clock = 0, int(time.time()), clock
         self.scales: dict[str, float] = {}  # adapters that serve whoever names none
         self._recent: deque[float] = deque()
@@ -87,7 +94,7 @@ class Service:
         if taken := OURS & options.keys():
             raise ApiError(400, f"chat_template_kwargs: {min(taken)} is no option of a template")
         try:
-            return serving_prompt_tokens(self.tokenizer, messages, **options)
+            return serving_prompt_tokens(self.tokenizer, messages, **{**self.template, **options})
         except (ModelError, Refused) as why:
             raise ApiError(400, str(why), param="messages") from None
 
