@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from .decode_step import DecodeStep, Row, Served
 from .learner import Learner, LearnOutcome, Lesson
 from .slots import Slot, State
 from .store import Store, tokens_sha256
+from .writing import Writing
 
 NO_SLOT = -1
 LOGGED = ("loss_before", "loss_after", "gradient_norm", "clip_scale", "n_labelled", "ms", "step")
@@ -96,6 +97,7 @@ class Engine:
         self.store = store
         if store is not None:
             store.load(self.bank, self.learner)
+        self.writing: Writing | None = None  # a learn that the disk does not have yet
         self.trainable: str | None = None
         self.lr = 1e-4
 
@@ -167,19 +169,42 @@ class Engine:
                 outcome = LearnOutcome(False, str(why), adapter=self.trainable)
         return Decoded(served.logits, outcome, served.likeliest)
 
-    def _learn(self, lessons: list[Lesson], adapter: str, lr: float, note: Mapping[str, Any] | None = None, **options):
-        def commit(outcome: LearnOutcome) -> None:
-            if self.store is not None:
-                self._record("learn", adapter, {**(note or {}), **said(lessons, outcome), "lr": float(lr)})
+    def _learn(
+        self,
+        lessons: list[Lesson],
+        adapter: str,
+        lr: float,
+        note: Mapping[str, Any] | None = None,
+        wait: bool = True,
+        **options,
+    ) -> LearnOutcome:
+        def commit(outcome: LearnOutcome, take_back: Callable[[], None]) -> None:
+            if self.store is None:
+                return
+            line = {**(note or {}), **said(lessons, outcome), "lr": float(lr)}
+            if wait:
+                self._record("learn", adapter, line)
+            else:
+                written = self.store.begin("learn", adapter, self.bank, self.learner, line)
+                self.writing = Writing(written, take_back)
 
+        self.settle()
         return self.learner.learn(lessons, adapter, lr, commit=commit, **options)
 
     def _record(self, kind: str, adapter: str, line: Mapping[str, Any] | None = None) -> None:
         if self.store is not None:
             self.store.record(kind, adapter, self.bank, self.learner, line or {})
 
+    def settle(self) -> None:
+        """Wait until the last learn is on the disk; one that the disk refused is taken back. Nothing else may change an
+        adapter before."""
+        if self.writing is not None:
+            self.writing.settle()
+            self.writing = None
+
     def create(self, adapter: str, spec: LoraSpec, **options) -> None:
         """A new adapter, as AdapterBank.create has it, that lasts."""
+        self.settle()
         self.bank.create(adapter, spec, **options)
         try:
             self._record("create", adapter)
@@ -208,6 +233,7 @@ class Engine:
 
     def promote(self, adapter: str) -> int:
         """Publish what an adapter has learned as its next version; slots use it from their next prompt on."""
+        self.settle()
         version = self.bank.promote(adapter)
         try:
             self._record("promote", adapter)
@@ -219,6 +245,7 @@ class Engine:
     def undo(self, adapter: str, steps: int = 1) -> int:
         """Take back the last steps of an adapter's shadow; the step that it is at then. Versions stay."""
         self.bank.of(adapter)
+        self.settle()
         pupil = self.learner.pupil(adapter)
         now, journal = pupil.moment(), list(pupil.journal)
         step = self.learner.undo(adapter, steps)
@@ -236,6 +263,7 @@ class Engine:
         The shadow starts from them afresh (an undo gives back what it was). Of the newest version, only the shadow goes
         back, and nothing new is published.
         """
+        self.settle()
         held, pupil = self.bank.of(adapter), self.learner.pupil(adapter)
         if not 1 <= whole(version, "version") <= held.version:
             raise Refused(f"adapter {adapter!r} has no version {version}; newest: {held.version}")
@@ -260,12 +288,13 @@ class Engine:
         adapter: str,
         lr: float,
         note: Mapping[str, Any] | None = None,
+        wait: bool = True,
     ) -> LearnOutcome:
         """One step on texts of their own (tokens, labels, weights or None), behind no slot's rows and beside no other
-        adapter; a refusal is an outcome."""
+        adapter; a refusal is an outcome. `wait` as of `learn`."""
         try:
             lessons = [Lesson(NO_SLOT, 0, (), tokens, label, weight) for tokens, label, weight in texts]
-            return self._learn(lessons, adapter, lr, note)
+            return self._learn(lessons, adapter, lr, note, wait)
         except Refused as why:
             return LearnOutcome(False, str(why), adapter=adapter)
 
@@ -282,16 +311,18 @@ class Engine:
         dry_run: bool = False,
         measure_after: bool = False,
         note: Mapping[str, Any] | None = None,
+        wait: bool = True,
     ) -> LearnOutcome:
         """One step on labelled tokens behind the first `n_cached` rows of a slot; a refusal is an outcome.
 
         The slot's rows stay what they are: the next turn goes on from the same bytes. The reply's first label sits on
         the last prompt token, so a reply r to a prompt of n tokens is learn(slot, n - 1, [prompt[-1], *r[:-1]], r).
-        `note` goes into the log's line (a learn id, a caller).
+        `note` goes into the log's line (a learn id, a caller). With `wait` the step is on the disk when this returns;
+        else it is once `writing` is done, and must not be acknowledged before.
         """
         try:
             lesson = self._lesson(slot, n_cached, tokens, labels, weights)
-            return self._learn([lesson], adapter, lr, note, dry_run=dry_run, measure_after=measure_after)
+            return self._learn([lesson], adapter, lr, note, wait, dry_run=dry_run, measure_after=measure_after)
         except Refused as why:
             return LearnOutcome(False, str(why), adapter=adapter)
 

@@ -14,6 +14,7 @@ import uuid
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from ..data import Example
 from ..train.duty import SLICE
 from .batch import UNLABELLED, Refused
+from .learner import LearnOutcome
 from .scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -69,6 +71,10 @@ class Job:
             shuffle(order)
             for at in range(0, len(order), self.batch_size):
                 yield order[at : at + self.batch_size]
+
+
+class Over(Exception):
+    """A job ended before its next step began."""
 
 
 class Jobs:
@@ -169,22 +175,26 @@ class Jobs:
         """Take a job's steps until it is over; what a step was refused for."""
         for examples in job.batches():
             self._wait_for_time(job)
-            scheduler, texts = self.scheduler, [labelled(e) for e in examples]
-            note = {"learn_id": job.id, "job": job.id, "caller": job.caller}
-            with scheduler.lock:
-                if job.over:
-                    return None
-                began = scheduler.clock()
-                outcome = scheduler.engine.study(texts, adapter=job.adapter, lr=job.lr, note=note)
-                scheduler.worked(scheduler.clock() - began)
-                scheduler.totals.learned += outcome.success
-                scheduler.totals.refused += not outcome.success
+            texts = [labelled(e) for e in examples]
+            try:
+                outcome = self.scheduler.apart(partial(self._step, job, texts))
+            except Over:
+                return None
             if not outcome.success:
                 return outcome.reason
             assert outcome.loss_before is not None
             job.step += 1
             job.losses.append(outcome.loss_before)
         return None
+
+    def _step(self, job: Job, texts: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> LearnOutcome:
+        if job.over:
+            raise Over
+        scheduler, note = self.scheduler, {"learn_id": job.id, "job": job.id, "caller": job.caller}
+        began = scheduler.clock()
+        outcome = scheduler.engine.study(texts, adapter=job.adapter, lr=job.lr, note=note, wait=False)
+        scheduler.worked(scheduler.clock() - began)
+        return outcome
 
     def _wait_for_time(self, job: Job) -> None:
         """Let others have the engine, and return once the duty cycle lets the next step begin, or the job is over."""

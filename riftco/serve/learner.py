@@ -150,14 +150,15 @@ class Learner:
         *,
         dry_run: bool = False,
         measure_after: bool = False,
-        commit: Callable[[LearnOutcome], None] | None = None,
+        commit: Callable[[LearnOutcome, Callable[[], None]], None] | None = None,
     ) -> LearnOutcome:
         """Exactly one step on the lessons' labelled rows together; their mean loss, each row weighted.
 
         Args:
             dry_run: compute loss and gradient, and change nothing.
             measure_after: read the loss again after the step.
-            commit: makes the step last, once memory holds it; if it raises, the step is taken back.
+            commit: makes the step last, once memory holds it; if it raises, the step is taken back. It is also given
+                what takes the step back later, as long as nothing else has changed the adapter.
 
         Raises:
             Refused: before anything changed. Any other error leaves the shadow and its optimizer as they were.
@@ -168,6 +169,12 @@ class Learner:
         before, states, journal = pupil.moment(), random_state(self.bank.model.device), list(pupil.journal)
         labelled = sum(int((lesson.label >= 0).sum()) for lesson in lessons)
         done = False
+
+        def take_back() -> None:
+            pupil.go_back(before)
+            pupil.journal = deque(journal)
+            set_random_state(states, self.bank.model.device)  # dropout has drawn
+
         try:
             loss = self._gradients_that_fit(lessons, adapter, labelled)
             version = self.bank.adapters[adapter].version
@@ -188,13 +195,12 @@ class Learner:
                 self._remember(pupil, before)
             outcome = replace(outcome, ms=(time.perf_counter() - began) * 1e3)
             if commit is not None and not dry_run:
-                commit(outcome)
+                commit(outcome, take_back)
             done = True
         finally:
             if not done:
-                pupil.go_back(before)
-                pupil.journal = deque(journal)
-            if not done or dry_run:  # dropout has drawn
+                take_back()
+            elif dry_run:
                 set_random_state(states, self.bank.model.device)
             for p in pupil.shadow.values():
                 p.grad = None

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -25,17 +25,18 @@ from .engine import Decoded, Engine
 from .grammar import Grammar
 from .host import HostRow
 from .learner import LearnOutcome
+from .lessons import Lessons
 from .requests import Finished, Request, Teach, Ticket
 from .sampling import Sampler, Sampling
 from .slots import Slot, State
-from .turns import Totals, Turn
+from .turns import Turn
 
 log = logging.getLogger(__name__)
 BORROW = 32  # rows of a neighbour's prefix below which reading them again is as cheap as copying them
 LEARN_DUTY = 0.10  # the part of the time that learning may take while others wait
 
 
-class Scheduler:
+class Scheduler(Lessons):
     """Runs requests on an engine's slots. `step` does one iteration; `start` does them on a thread.
 
     Args:
@@ -61,17 +62,16 @@ class Scheduler:
                     f"{speculate} guesses cannot be taken back from sliding windows; make the engine with "
                     f"undo={speculate} or more, or guess less"
                 )
-        self.engine, self.limit, self.speculate, self.clock = engine, queue, speculate, clock
+        self._stopping = False
+        busy, stopped = self._busy, lambda: self._stopping
+        super().__init__(engine, DutyCycle(duty, busy=busy, stopped=stopped, clock=clock), clock)
+        self.limit, self.speculate = queue, speculate
         self.waiting: deque[Ticket] = deque()
         self.turns: dict[int, Turn] = {}
         self.tasks: deque[tuple[int | None, Callable[[], Any], Future]] = deque()
-        self.totals = Totals()
-        self.duty = DutyCycle(duty, busy=self._busy, stopped=lambda: self._stopping, clock=clock)
-        self.lock = threading.RLock()  # held for an iteration: between two of them others may use the engine
         self._work = threading.Condition()  # of what waits: who submits waits for no iteration
         self._on_host = HostRow(len(engine.slots) * (1 + speculate), engine.model.device)
         self._thread: threading.Thread | None = None
-        self._stopping = False
         self._ticks = self._batches = 0
 
     def submit(self, request: Request, on_end: Callable[[Finished], None] | None = None) -> Ticket:
@@ -178,7 +178,7 @@ class Scheduler:
     def run(self) -> None:
         """Iterate until there is nothing left to do."""
         while self.step() or self.waiting or self.tasks:
-            pass
+            self._rest()
 
     def start(self) -> None:
         if self._thread is not None or self._stopping:
@@ -194,6 +194,9 @@ class Scheduler:
         if self._thread is not None:
             self._thread.join()
         with self.lock:
+            self.engine.settle()
+            for turn in [turn for turn in self.turns.values() if turn.writing is not None]:
+                self._finish_one(turn)
             for ticket in [*self.waiting, *(turn.ticket for turn in self.turns.values())]:
                 ticket.cancel()
             self._drop_cancelled()
@@ -212,10 +215,17 @@ class Scheduler:
             try:
                 if not self.step():
                     time.sleep(0.001)
+                self._rest()
             except Exception as why:  # who waits for a reply is told, and those who come are served
                 log.exception("an iteration failed")
                 with self.lock:
-                    self._fail(list(self.turns.values()), why)
+                    self._fail([turn for turn in self.turns.values() if turn.writing is None], why)
+
+    def _rest(self) -> None:
+        """Where there is nothing to do but to wait for the disk, wait a moment, and let others have the engine."""
+        writing = self.engine.writing
+        if writing is not None and not self._busy():
+            writing.wait(0.001)
 
     def _busy(self) -> bool:
         """Whether a turn waits for its tokens."""
@@ -225,7 +235,7 @@ class Scheduler:
         for ticket in [t for t in list(self.waiting) if t.cancelled]:
             self.waiting.remove(ticket)
             ticket.put(Finished("cancelled"))
-        for turn in [t for t in self.turns.values() if t.ticket.cancelled]:
+        for turn in [t for t in self.turns.values() if t.ticket.cancelled and t.writing is None]:
             if turn.why is not None:  # its lesson was what waited
                 self.duty.drop()
             self._end(turn, Finished("cancelled", turn.slot.id, turn.cached, len(turn.prompt)))
@@ -414,68 +424,45 @@ class Scheduler:
             turn.draft = []
 
     def _finish(self) -> None:
-        """End the turns that are done; those that teach hold their slot until their lesson's time has come."""
+        """End the turns that are done; those that teach hold their slot until their lesson's time has come, and until
+        the disk has it."""
         for turn in [t for t in self.turns.values() if t.why is not None]:
-            teach = turn.ticket.request.teach
-            if teach is not None:
-                turn.slot.state = State.LEARNING
-                if self._busy() and self.duty.debt > 0:
-                    continue
-                turn.learn = self._teach(turn, teach)
-            assert turn.why is not None
-            finished = Finished(
-                turn.why, turn.slot.id, turn.cached, len(turn.prompt), turn.learn, None, turn.drafted, turn.accepted
-            )
-            self._end(turn, finished)
+            self._finish_one(turn)
+
+    def _finish_one(self, turn: Turn) -> None:
+        teach = turn.ticket.request.teach
+        if teach is not None:
+            turn.slot.state = State.LEARNING
+            try:
+                if not self._taught(turn, teach):
+                    return
+            except Exception as why:  # taken back; the turn was served
+                log.exception("a learn on slot %d failed", turn.slot.id)
+                turn.learn = LearnOutcome(False, f"{type(why).__name__}: {why}", adapter=teach.adapter)
+        assert turn.why is not None
+        finished = Finished(
+            turn.why, turn.slot.id, turn.cached, len(turn.prompt), turn.learn, None, turn.drafted, turn.accepted
+        )
+        self._end(turn, finished)
+
+    def _taught(self, turn: Turn, teach: Teach) -> bool:
+        """Whether a turn's lesson is over; it begins once no other is on its way to the disk."""
+        if turn.learn is None:
+            before = self.engine.writing
+            if (self._busy() and self.duty.debt > 0) or (before is not None and not before.done):
+                return False
+            turn.learn = self._teach(turn, teach)
+            turn.writing = self.engine.writing if turn.learn.success else None
+        if turn.writing is not None and not turn.writing.done:
+            return False
+        self._over(turn.learn, turn.writing)
+        return True
 
     def _teach(self, turn: Turn, teach: Teach) -> LearnOutcome:
         reply = turn.reply if teach.reply is None else teach.reply
-        try:
-            if teach.reply is None and teach.refuse is not None and (why_not := teach.refuse(reply)):
-                self.totals.refused += 1
-                return LearnOutcome(False, why_not, adapter=teach.adapter)
-            return self.learn(turn.slot.id, turn.prompt, reply, teach.adapter, teach.lr, note=teach.note)
-        except Exception as why:  # taken back; the turn was served
-            log.exception("a learn on slot %d failed", turn.slot.id)
-            return LearnOutcome(False, f"{type(why).__name__}: {why}", adapter=teach.adapter)
-
-    def learn(
-        self, slot: int, prompt: Sequence[int], reply: Sequence[int], adapter: str, lr: float,
-        *, note: Mapping[str, Any] | None = None, **options,
-    ) -> LearnOutcome:  # fmt: skip
-        """Learn a reply behind the prompt that a slot served; the one learner of every route.
-
-        The slot must hold the prompt as it was served, all but its last token perhaps: it is compared token by token.
-        """
-        with self.lock:
-            outcome = self._learn(slot, prompt, reply, adapter, lr, note, options)
-            self.totals.learned += outcome.success
-            self.totals.refused += not outcome.success
-            return outcome
-
-    def worked(self, seconds: float) -> None:
-        """Somebody has learned for so long: the duty cycle owes it."""
-        self.duty.worked(seconds)
-        self.totals.learn_seconds += seconds
-
-    def _learn(self, slot, prompt, reply, adapter, lr, note, options) -> LearnOutcome:
-        began = self.clock()
-        try:
-            held = self.engine.slot(slot).tokens
-            prompt, reply = ids_of(prompt, "the prompt"), ids_of(reply, "the reply to learn")
-            if not prompt or not reply:
-                raise Refused(f"the {'reply to learn' if prompt else 'prompt'} is empty")
-            n = len(prompt) - 1
-            for i, (mine, asked) in enumerate(zip(held, prompt[:n])):
-                if mine != asked:
-                    where = f"it differs at token {i} of {n}"
-                    raise Refused(f"slot {slot} served another prompt: {where}; serve this one, then learn")
-        except Refused as why:
-            return LearnOutcome(False, str(why), adapter=adapter)
-        tokens = [prompt[-1], *reply[:-1]]
-        outcome = self.engine.learn(slot, n, tokens, reply, adapter=adapter, lr=lr, note=note, **options)
-        self.worked(self.clock() - began)
-        return outcome
+        if teach.reply is None and teach.refuse is not None and (why_not := teach.refuse(reply)):
+            return LearnOutcome(False, why_not, adapter=teach.adapter)
+        return self._learn(turn.slot.id, turn.prompt, reply, teach.adapter, teach.lr, teach.note, {})
 
     def _end(self, turn: Turn, finished: Finished) -> None:
         totals = self.totals

@@ -26,11 +26,11 @@ class Talk:
         self.chat = Chat(self.scheduler, self.chat.tokenizer, adapter=ADAPTER, system=self.system)
 
     def promote(self) -> int:
-        with self.scheduler.lock:
+        with self.scheduler.settled():
             return self.engine.promote(ADAPTER)
 
     def undo(self, steps: int) -> int:
-        with self.scheduler.lock:
+        with self.scheduler.settled():
             return self.engine.undo(ADAPTER, steps)
 
     def close(self) -> None:

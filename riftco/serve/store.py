@@ -7,6 +7,8 @@
 
 An event is a checkpoint, published by one rename (riftco.train.checkpoint). The checkpoint holds the event's line of
 the log too: a process that is killed between the rename and the line gets the line back when it starts again.
+
+An event is on the disk before the next one begins, whichever thread writes it.
 """
 
 from __future__ import annotations
@@ -19,10 +21,13 @@ import logging
 import os
 import pathlib
 import shutil
+import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,13 +48,31 @@ from ..train.checkpoint import (
     sweep,
     write_file,
 )
-from .bank import AdapterBank, digest
+from .bank import Adapter, AdapterBank, digest
 from .batch import Refused
 from .learner import Learner, Moment
 
 SHADOW = "shadow.safetensors"
 PERSONAL = ("text", "tokens_sha256")  # what `Audit.forget` takes away
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Event:
+    """What is written of an adapter: copies, so that it may change meanwhile.
+
+    Attributes:
+        line: of the log, all but the digest.
+        state: of the checkpoint, all but that line.
+    """
+
+    id: str
+    number: int
+    moment: Moment
+    journal: list[int]
+    version: int
+    line: dict[str, Any]
+    state: dict[str, Any]
 
 
 class Store:
@@ -66,6 +89,7 @@ class Store:
 
     def __init__(self, train_dir: str | os.PathLike[str], base_digest: str, base: str = ""):
         self.folder, self.base = pathlib.Path(train_dir), base
+        self._writer = ThreadPoolExecutor(1, "riftco-store")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._own()
         known = self.folder / "base.json"
@@ -97,6 +121,7 @@ class Store:
 
     def close(self) -> None:
         """Leave the folder to others; nothing is to be recorded afterwards."""
+        self._writer.shutdown()
         self._leave()
 
     def load(self, bank: AdapterBank, learner: Learner) -> list[str]:
@@ -152,38 +177,53 @@ class Store:
             kind: "create", "learn", "undo", "promote" or "rollback".
             line: what the log says beside time, kind, adapter, event, version and digest.
         """
-        adapter, pupil, where = bank.of(id), learner.pupil(id), self._of(id)
-        for version in range(self.versions.get(id, 0) + 1, adapter.version + 1):
-            self._save_version(where / "versions" / str(version), adapter, version)
-        event = self.events.get(id, 0) + 1
-        journal, moment = self._journal(kind, id, len(pupil.journal)), pupil.moment()
-        record = {
-            **line, "time": time.time(), "kind": kind, "adapter": id, "event": event, "version": adapter.version,
-            "digest": digest(moment.shadow),
+        self._write(self._event(kind, id, bank, learner, line), bank)
+
+    def begin(
+        self, kind: str, id: str, bank: AdapterBank, learner: Learner, line: Mapping[str, Any]
+    ) -> Future[None]:  # fmt: skip
+        """The same beside what goes on, of copies. No other event may begin before the future is done."""
+        return self._writer.submit(self._write, self._event(kind, id, bank, learner, line), bank)
+
+    def _event(
+        self, kind: str, id: str, bank: AdapterBank, learner: Learner, line: Mapping[str, Any]
+    ) -> Event:  # fmt: skip
+        adapter, pupil = bank.of(id), learner.pupil(id)
+        number, version, moment = self.events.get(id, 0) + 1, adapter.version, pupil.moment()
+        journal = self._journal(kind, id, len(pupil.journal))
+        said = {
+            **line, "time": time.time(), "kind": kind, "adapter": id, "event": number, "version": version,
         }  # fmt: skip
         state = {
-            "step": event, "taught": moment.step, "versions": adapter.version, "digests": adapter.digests,
+            "step": number, "taught": moment.step, "versions": version, "digests": list(adapter.digests),
             "journal": journal, "optimizer": moment.optimizer,
-            "record": {k: v for k, v in record.items() if k not in PERSONAL},  # these are in one place alone
         }  # fmt: skip
+        return Event(id, number, moment, journal, version, said, state)
+
+    def _write(self, event: Event, bank: AdapterBank) -> None:
+        id, where, moment = event.id, self._of(event.id), event.moment
+        for version in range(self.versions.get(id, 0) + 1, event.version + 1):
+            self._save_version(where / "versions" / str(version), bank.of(id), version)
+        record = {**event.line, "digest": digest(moment.shadow)}
+        logged = {k: v for k, v in record.items() if k not in PERSONAL}  # these are in one place alone
 
         def write(folder: pathlib.Path) -> None:
-            save_file({k: t.detach().cpu().contiguous() for k, t in moment.shadow.items()}, folder / SHADOW)
+            save_file({k: t.contiguous() for k, t in moment.shadow.items()}, folder / SHADOW)
 
         root = where / "checkpoints"
         try:
-            save_checkpoint(root, state, moment.tensors, write, keep=1 << 30)
+            save_checkpoint(root, {**event.state, "record": logged}, moment.tensors, write, keep=1 << 30)
         except BaseException:  # perhaps after the rename: the event is taken back, and must not be found again
-            if (root / f"step-{event:08d}").exists():
-                remove(root / f"step-{event:08d}")
+            if (root / f"step-{event.number:08d}").exists():
+                remove(root / f"step-{event.number:08d}")
             raise
-        self.events[id], self.journals[id], self.versions[id] = event, journal, adapter.version
+        self.events[id], self.journals[id], self.versions[id] = event.number, event.journal, event.version
         self._let_go(id, bank)
-        self._drop(root, {f"step-{n:08d}" for n in (*journal, event)})
+        self._drop(root, {f"step-{n:08d}" for n in (*event.journal, event.number)})
         try:
             self.audit.append(record)
         except OSError as why:  # the event stands: its line waits in memory, and in the checkpoint
-            log.error("%s: %s; the line of event %d of %r is written later", self.audit.path, why, event, id)
+            log.error("%s: %s; the line of event %d of %r is written later", self.audit.path, why, event.number, id)
 
     def _version(self, id: str, version: int) -> dict[str, Tensor]:
         folder = self._of(id) / "versions" / str(version)
@@ -215,7 +255,7 @@ class Store:
             return known[len(known) - depth :]
         return known[:depth]
 
-    def _save_version(self, folder: pathlib.Path, adapter, version: int) -> None:
+    def _save_version(self, folder: pathlib.Path, adapter: Adapter, version: int) -> None:
         if folder.exists():  # of an event that was taken back
             shutil.rmtree(folder)
         fresh = folder.with_name(f".writing-{folder.name}")
@@ -237,7 +277,7 @@ class Audit:
     """Lines of JSON, each appended and synced whole; half a line at the end is cut off at the start."""
 
     def __init__(self, path: pathlib.Path):
-        self.path = path
+        self.path, self._lock = path, threading.Lock()  # a line may be forgotten while another is written
         self._pending: list[dict[str, Any]] = []
         if path.exists():
             whole = path.read_bytes()
@@ -247,18 +287,19 @@ class Audit:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Raises OSError where the disk refuses; the line is then written before the next one."""
-        self._pending.append(dict(record))
-        text = "".join(json.dumps(line) + "\n" for line in self._pending)
-        with open(self.path, "ab", buffering=0) as log:  # a buffer would be written again on the way out
-            before, data = log.tell(), text.encode()
-            try:
-                if log.write(data) != len(data):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                os.fsync(log.fileno())
-            except OSError:
-                os.truncate(self.path, before)
-                raise
-        self._pending.clear()
+        with self._lock:
+            self._pending.append(dict(record))
+            text = "".join(json.dumps(line) + "\n" for line in self._pending)
+            with open(self.path, "ab", buffering=0) as log:  # a buffer would be written again on the way out
+                before, data = log.tell(), text.encode()
+                try:
+                    if log.write(data) != len(data):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    os.fsync(log.fileno())
+                except OSError:
+                    os.truncate(self.path, before)
+                    raise
+            self._pending.clear()
 
     def complete(self, record: Mapping[str, Any]) -> None:
         """Append the line of an event that was published and not logged."""
@@ -289,17 +330,18 @@ class Audit:
 
     def forget(self, learn_id: str) -> int:
         """Take a learn's tokens and text out of the log, for good; how many lines had them."""
-        lines, touched = self.lines(), 0
-        for line in lines:
-            if line.get("learn_id") == learn_id and not line.get("deleted"):
-                for name in PERSONAL:
-                    line.pop(name, None)
-                line["deleted"] = time.time()
-                touched += 1
-        if not touched:
-            raise Refused(f"the log has no learn {learn_id!r}")
-        write_file(self.path, "".join(json.dumps(line) + "\n" for line in lines))
-        return touched
+        with self._lock:
+            lines, touched = self.lines(), 0
+            for line in lines:
+                if line.get("learn_id") == learn_id and not line.get("deleted"):
+                    for name in PERSONAL:
+                        line.pop(name, None)
+                    line["deleted"] = time.time()
+                    touched += 1
+            if not touched:
+                raise Refused(f"the log has no learn {learn_id!r}")
+            write_file(self.path, "".join(json.dumps(line) + "\n" for line in lines))
+            return touched
 
 
 def _digest_in(file: pathlib.Path) -> str:

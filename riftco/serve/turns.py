@@ -9,6 +9,7 @@ from .learner import LearnOutcome
 from .requests import Ticket
 from .sampling import Sampler
 from .slots import Slot
+from .writing import Writing
 
 
 @dataclass
@@ -27,6 +28,7 @@ class Turn:
     considered: int = 0  # the last batch that had room for it
     why: str | None = None  # how the reply ended, once it has
     learn: LearnOutcome | None = None
+    writing: Writing | None = None  # of its lesson, until the disk has it
 
     @property
     def reply(self) -> list[int]:

@@ -166,14 +166,17 @@ def kills(folder, count, seed):
         command = [sys.executable, str(HERE / "learns_until_killed.py"), str(folder), str(most)]
         environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent)}
         with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
-            process.stdout.readline()
+            assert process.stdout.readline() == "ready\n"
             time.sleep(rng.uniform(0, 0.4))
             process.send_signal(signal.SIGKILL)
+            said = process.stdout.read().split()
             caught += process.wait() == -signal.SIGKILL
         made = start(folder)  # it starts, whatever was left
+        assert not said or made.store.events["a"] > int(said[-1]), "what was acknowledged is there"
         lines = made.store.audit.lines()
         assert [r["event"] for r in lines] == list(range(1, made.store.events["a"] + 1))
         assert lines[-1]["digest"] == made.bank.adapters["a"].digests[-1] or lines[-1]["kind"] != "promote"
+        made.store.close()  # the next one may have the folder
     return made, caught
 
 

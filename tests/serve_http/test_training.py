@@ -146,7 +146,7 @@ def test_what_cannot_be_trained(client, made, tmp_path):
 
 
 def test_a_job_that_fails_says_why(client, made, monkeypatch):
-    monkeypatch.setattr(made.engine.store, "record", lambda *a: (_ for _ in ()).throw(OSError("no space")))
+    monkeypatch.setattr(made.engine.store, "_write", lambda *a: (_ for _ in ()).throw(OSError("no space")))
     job = ended(client, client.post("/train", json={**JOB, "records": ROWS}).json()["id"])
     assert job["status"] == "failed" and "no space" in job["reason"] and job["step"] == 0
     assert made.engine.learner.pupils["live"].step == 0, "the step was taken back"

@@ -252,7 +252,7 @@ class Service:
 
     def change(self, what: Callable[[], Any]) -> Any:
         """Run something that changes adapters or slots between two iterations; refusals become 400."""
-        with self.scheduler.lock:
+        with self.scheduler.settled():
             try:
                 return what()
             except (Refused, AdapterError, ModelError) as why:
