@@ -3,9 +3,10 @@
 import pytest
 import tiny_models
 import torch
+from real_model import smollm2_or_skip
 
 from riftco.adapters import LoraSpec, apply_lora, load_adapter, save_adapter
-from riftco.models import load_model, save_hf, smollm2_path
+from riftco.models import load_model, save_hf
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -49,8 +50,4 @@ def test_tiny(family, tmp_path):
 
 
 def test_smollm2(tmp_path):
-    try:
-        path = smollm2_path()
-    except ValueError as missing:
-        pytest.skip(str(missing))
-    check_both_ways(path, torch.tensor([[1, 4093, 198, 2683, 359, 253, 5356, 5646, 11173, 2]]), tmp_path)
+    check_both_ways(smollm2_or_skip(), torch.tensor([[1, 4093, 198, 2683, 359, 253, 5356, 5646, 11173, 2]]), tmp_path)

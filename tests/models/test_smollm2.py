@@ -2,19 +2,15 @@
 
 import pytest
 import torch
+from real_model import smollm2_or_skip
 
-from riftco.models import ModelError, generate, load_model, save_hf, smollm2_path
+from riftco.models import generate, load_model, save_hf
 from riftco.models.decoder import Decoder
 
 
 @pytest.fixture(scope="module")
 def loaded():
-    try:
-        return load_model(smollm2_path(), weights="fp32")
-    except ModelError as absent:
-        if "not installed" not in str(absent):
-            raise
-        pytest.skip(str(absent))
+    return load_model(smollm2_or_skip(), weights="fp32")
 
 
 def test_logits_equal_transformers_over_the_saved_folder(loaded, tmp_path):

@@ -3,13 +3,13 @@
 import json
 
 import pytest
+from real_model import smollm2_or_skip
 from tiny_models import byte_level_vocabulary, hf_model, write_gguf
 
 from riftco.models import tokenizer as tokenizers
 from riftco.models.errors import ModelError
 from riftco.models.gguf import GGUFFile
 from riftco.models.gguf_tokenizer import CUTS, convert
-from riftco.models.installed import smollm2_path
 from riftco.models.tokenizer import SOURCE, Tokenizer, from_folder, from_gguf
 
 CHATML = (
@@ -240,10 +240,7 @@ def test_every_cut_is_a_regular_expression_that_compiles():
 
 
 def test_smollm2():
-    try:
-        path = smollm2_path()
-    except ModelError as absent:
-        pytest.skip(str(absent))
+    path = smollm2_or_skip()
     file = GGUFFile(path)
     made = from_gguf(path, file.metadata, "d")
     assert made.encode("Hello world 12  3") == [19556, 905, 216, 33, 34, 256, 35]

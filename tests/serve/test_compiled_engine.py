@@ -5,12 +5,13 @@ import logging
 import pytest
 import torch
 from objective import WINDOW, add, decoder, engine, prefill, tokens
+from real_model import smollm2_or_skip
 from test_scheduler import PROMPTS, answers
 
 from riftco import cpu
 from riftco.adapters import LoraSpec
 from riftco.doctor.machine import device_state
-from riftco.models import ModelError, load_model, smollm2_path
+from riftco.models import ModelError, load_model
 from riftco.nn import NF4Linear
 from riftco.serve import Batch, Engine, Request, Sampling, Scheduler, Teach
 from riftco.train.use import explained
@@ -147,12 +148,7 @@ def test_a_model_that_it_is_not_made_for_is_named(caplog):
 @needs_compiler
 def test_the_packed_model_of_the_quickstart():
     """SmolLM2 in the file's own blocks: the tokens of Python's decoding, and its logits."""
-    try:
-        model, tokenizer = load_model(smollm2_path(), weights="packed")
-    except ModelError as absent:
-        if "not installed" not in str(absent):
-            raise
-        pytest.skip(str(absent))
+    model, tokenizer = load_model(smollm2_or_skip(), weights="packed")
     prompt, found = tokenizer.encode("The capital of France is a city that"), []
     for compiled in (True, False):
         made = Engine(model, window=64, cache_dtype="float32", compiled=compiled)

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from real_model import smollm2_or_skip
 
 from riftco.adapters import LoraSpec
-from riftco.models import ModelError, load_model, smollm2_path
+from riftco.models import load_model
 from riftco.serve import Chat, Engine, Refused, Request, Scheduler, reply_tokens, serving_prompt_tokens
 from riftco.serve.conversation import end_of_turn
 
@@ -14,12 +15,7 @@ CORRECTION = "The blue box with the spare keys is on the second shelf in the hal
 
 @pytest.fixture(scope="module")
 def loaded():
-    try:
-        return load_model(smollm2_path(), weights="fp32")
-    except ModelError as absent:
-        if "not installed" not in str(absent):
-            raise
-        pytest.skip(str(absent))
+    return load_model(smollm2_or_skip(), weights="fp32")
 
 
 def test_four_corrections_of_a_served_conversation(loaded):

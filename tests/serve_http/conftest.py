@@ -1,6 +1,7 @@
 import pytest
+from real_model import smollm2_or_skip
 
-from riftco.models import ModelError, load_tokenizer, smollm2_path
+from riftco.models import load_tokenizer
 
 pytest.importorskip("fastapi", reason="riftco[serve] is not installed")
 pytest.importorskip("openai", reason="the official clients are not installed")
@@ -8,12 +9,7 @@ pytest.importorskip("openai", reason="the official clients are not installed")
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    try:
-        return load_tokenizer(smollm2_path())
-    except ModelError as absent:
-        if "not installed" not in str(absent):
-            raise
-        pytest.skip(str(absent))
+    return load_tokenizer(smollm2_or_skip())
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +43,16 @@ def url(made):
 
     with served(made) as address:
         yield address
+
+
+@pytest.fixture
+def client(made, tmp_path):
+    """Of a server that has tmp_path for what is learned; modules that ask for it make a service for each test."""
+    import httpx
+    from server import served
+
+    with served(made, train_dir=tmp_path) as address, httpx.Client(base_url=address, timeout=60) as talks:
+        yield talks
 
 
 @pytest.fixture(scope="module")

@@ -83,6 +83,10 @@ def served(made, config=None, **options):
 KEY = {"x-api-key": "root"}
 
 
+def refused(answer, status, why):
+    assert answer.status_code == status and why in answer.json()["error"]["message"], answer.text
+
+
 def check_shape(answer, path):
     """An answer, or a refusal in the dialect's shape."""
     assert answer.status_code < 500 or answer.status_code in (501, 503), (path, answer.status_code, answer.text[:500])

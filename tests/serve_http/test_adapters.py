@@ -5,7 +5,7 @@ import copy
 import httpx
 import pytest
 import torch
-from server import served, service
+from server import refused, served, service
 
 ASK = [{"role": "user", "content": "Where is the key?"}]
 CHAT = {"messages": ASK, "max_tokens": 4, "temperature": 0}
@@ -15,16 +15,6 @@ LEARN = {"lora_id": "live", "lr": 1e-2, "reply": "On the hook."}
 @pytest.fixture
 def made(tokenizer, tmp_path):
     return service(tokenizer, tmp_path)
-
-
-@pytest.fixture
-def client(made, tmp_path):
-    with served(made, train_dir=tmp_path) as url, httpx.Client(base_url=url, timeout=60) as talks:
-        yield talks
-
-
-def refused(answer, status, why):
-    assert answer.status_code == status and why in answer.json()["error"]["message"], answer.text
 
 
 def test_scales_of_who_names_none(client, made):

@@ -5,10 +5,11 @@ import re
 import shutil
 
 import pytest
+from real_model import smollm2_or_skip
 from server import served
 
 from riftco.adapters import LoraSpec
-from riftco.models import ModelError, load_model, smollm2_path
+from riftco.models import load_model
 from riftco.serve import Engine, Store
 from riftco.serve.http import Service
 
@@ -18,12 +19,7 @@ README = pathlib.Path(__file__).parents[2] / "README.md"
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
     """What `riftco serve --model PATH --train-dir mine` starts, on a port of its own."""
-    try:
-        model, tokenizer = load_model(smollm2_path(), weights="fp32")
-    except ModelError as absent:
-        if "not installed" not in str(absent):
-            raise
-        pytest.skip(str(absent))
+    model, tokenizer = load_model(smollm2_or_skip(), weights="fp32")
     folder = tmp_path_factory.mktemp("mine")
     engine = Engine(model, slots=4, window=256, cache_dtype="q8_0", store=Store(folder, "digest"))
     engine.create("live", LoraSpec(rank=8, alpha=16))

@@ -6,7 +6,7 @@ import threading
 import httpx
 import pytest
 import torch
-from server import served, service
+from server import refused, served, service
 
 from riftco.serve import Refused, Request, Scheduler
 from riftco.serve.saved_slots import SlotFiles, put, take
@@ -33,10 +33,6 @@ def client(made, files):
 
 def act(client, slot, action, **body):
     return client.post(f"/slots/{slot}", params={"action": action}, json=body or None)
-
-
-def refused(answer, status, why):
-    assert answer.status_code == status and why in answer.json()["error"]["message"], answer.text
 
 
 def same(a, b):

@@ -8,7 +8,7 @@ import gguf
 import httpx
 import pytest
 import torch
-from server import served, service
+from server import refused, served, service
 
 from riftco.data import parse_record, render
 from riftco.functional import GGUFWeight
@@ -27,12 +27,6 @@ def made(tokenizer, tmp_path):
     return service(tokenizer, tmp_path)
 
 
-@pytest.fixture
-def client(made, tmp_path):
-    with served(made, train_dir=tmp_path) as url, httpx.Client(base_url=url, timeout=60) as talks:
-        yield talks
-
-
 def ended(client, id):
     for _ in range(600):
         job = client.get(f"/train/{id}").json()
@@ -40,10 +34,6 @@ def ended(client, id):
             return job
         time.sleep(0.05)
     raise AssertionError(f"the job has not ended: {job}")
-
-
-def refused(answer, status, why):
-    assert answer.status_code == status and why in answer.json()["error"]["message"], answer.text
 
 
 def test_a_file_is_learned(client, made, tmp_path):
