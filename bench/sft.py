@@ -1,8 +1,6 @@
 """`python bench/sft.py --steps 30`: examples/sft.py patched and plain, one after the other; a row each in results/."""
 
 import argparse
-import csv
-import datetime
 import pathlib
 import re
 import subprocess
@@ -14,6 +12,7 @@ HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 from riftco.bench.machine import machine_columns  # noqa: E402
+from riftco.bench.rows import append, file_of  # noqa: E402
 
 
 def measured(arguments: list[str]) -> tuple[list[float], dict[str, float]]:
@@ -42,11 +41,6 @@ rows = [
     }
     for name, (losses, spent) in (("transformers+TRL", plain), ("riftco.patch", patched))
 ]  # fmt: skip
-day = datetime.datetime.now(datetime.UTC).date()
-file = HERE / "results" / f"{day}-sft-{'cuda' if torch.cuda.is_available() else 'cpu'}.csv"
-with file.open("a", newline="") as f:
-    writer = csv.DictWriter(f, rows[0])
-    if f.tell() == 0:
-        writer.writeheader()
-    writer.writerows(rows)
+file = file_of(None, HERE / "results", f"sft-{'cuda' if torch.cuda.is_available() else 'cpu'}")
+append(file, list(rows[0]), rows)
 print(file.read_text())

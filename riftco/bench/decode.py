@@ -7,7 +7,6 @@ is timed.
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import pathlib
 import sys
@@ -20,9 +19,9 @@ from ..models import Decoder
 from ..nn import Embedding, NF4Linear
 from ..serve import Engine, Request, Scheduler
 from . import timing
-from .engines import METHODS, SHAPES, random_decoder, random_tokens
+from .engines import Wrong, device_of, parser, random_decoder, random_tokens
 from .machine import machine_columns, reason_of
-from .rows import append, line
+from .rows import append, file_of, line
 
 COLUMNS = (
     "size", "layers", "method", "cache", "slots", "context", "graphs", "status", "why", "tokens", "tokens_s",
@@ -32,10 +31,6 @@ COLUMNS = (
 PROFILE = (*COLUMNS[:7], "kernel", "us", "launches", *COLUMNS[-7:])
 WARM_UP = 8  # steps before anything is timed; within them graphs are captured
 GRAPHS = {"off": False, "on": True}
-
-
-class Wrong(Exception):
-    """Replies that differ are not timed."""
 
 
 def fill(engine: Engine, context: int) -> Scheduler:
@@ -128,8 +123,7 @@ def measure(engine: Engine, args: argparse.Namespace, context: int, bandwidth: f
 
 def run(args: argparse.Namespace, out: pathlib.Path) -> int:
     """All rows; returns the exit status."""
-    device = "cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu"
-    model = random_decoder(args.size, args.method, device, args.layers)
+    device, model = device_of(args), random_decoder(args)
     bandwidth = 1e9 * timing.roofs(device, torch.bfloat16 if device == "cuda" else torch.float32)["copy_gb_s"]
     common = {
         "size": args.size, "layers": model.config.num_layers, "method": args.method, "cache": args.cache,
@@ -165,25 +159,16 @@ def run(args: argparse.Namespace, out: pathlib.Path) -> int:
 
 
 def main(arguments: list[str] | None = None, folder: str | pathlib.Path = "bench-results") -> int:
-    parser = argparse.ArgumentParser(
-        prog="riftco bench decode", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--size", choices=SHAPES, default="tiny")
-    parser.add_argument("--layers", type=int, default=0, help="fewer layers than the size has")
-    parser.add_argument("--method", choices=METHODS, default="dense")
-    parser.add_argument("--cache", default="bfloat16", help="float32, float16, bfloat16 or q8_0")
-    parser.add_argument("--slots", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--contexts", type=int, nargs="+", default=[64])
-    parser.add_argument("--tokens", type=int, default=64, help="timed steps")
-    parser.add_argument("--graphs", nargs="+", choices=GRAPHS, default=list(GRAPHS))
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=pathlib.Path, help="CSV; default <folder>/<date>-decode-<device>.csv")
-    parser.add_argument("--profile", type=pathlib.Path, help="CSV of the kernels of one step of each row, on a GPU")
-    args = parser.parse_args(arguments)
+    options = parser("decode", __doc__, cache="bfloat16")
+    options.add_argument("--slots", type=int, nargs="+", default=[1, 8])
+    options.add_argument("--contexts", type=int, nargs="+", default=[64])
+    options.add_argument("--tokens", type=int, default=64, help="timed steps")
+    options.add_argument("--graphs", nargs="+", choices=GRAPHS, default=list(GRAPHS))
+    options.add_argument("--profile", type=pathlib.Path, help="CSV of the kernels of one step of each row, on a GPU")
+    args = options.parse_args(arguments)
     if min(*args.slots, *args.contexts, args.tokens) < 1:
-        parser.error("sizes are 1 or more")
-    kind = "cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu"
-    out = args.out or pathlib.Path(folder) / f"{datetime.date.today()}-decode-{kind}.csv"
+        options.error("sizes are 1 or more")
+    out = file_of(args.out, folder, f"decode-{device_of(args)}")
     status = run(args, out)
     print(f"written to {out}")
     return status

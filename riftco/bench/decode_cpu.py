@@ -7,7 +7,6 @@ reported. Where others use the machine, `best_tokens_s`, of the fastest window o
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import pathlib
 import sys
@@ -17,9 +16,10 @@ from ..models import Decoder, load_model, smollm2_path
 from ..models.held import all_held
 from ..serve import Engine
 from . import timing
-from .decode import Wrong, decode, fill
+from .decode import decode, fill
+from .engines import Wrong
 from .machine import machine_columns
-from .rows import append, line
+from .rows import append, file_of, line
 
 COLUMNS = (
     "model", "weights", "cache", "slots", "context", "path", "tokens", "tokens_s", "best_tokens_s", "median_ms",
@@ -77,7 +77,9 @@ def run(args: argparse.Namespace, out: pathlib.Path) -> None:
 
 
 def main(arguments: list[str] | None = None, folder: str | pathlib.Path = "bench-results") -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="riftco bench decode-cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", help="a GGUF file or a folder; default: the quickstart's SmolLM2-135M-Instruct")
     parser.add_argument("--weights", nargs="+", default=["packed"], help="packed, bf16, fp32")
     parser.add_argument("--cache", default="float16", help="float32, float16, bfloat16 or q8_0")
@@ -89,7 +91,7 @@ def main(arguments: list[str] | None = None, folder: str | pathlib.Path = "bench
     args = parser.parse_args(arguments)
     if min(*args.slots, args.context) < 1 or args.tokens < WINDOW:
         parser.error(f"sizes are 1 or more, and {WINDOW} steps are timed at least")
-    out = args.out or pathlib.Path(folder) / f"{datetime.date.today()}-decode-smollm2-cpu.csv"
+    out = file_of(args.out, folder, "decode-smollm2-cpu")
     run(args, out)
     print(f"written to {out}")
     return 0

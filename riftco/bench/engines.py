@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,13 +35,40 @@ METHODS = ("dense", "nf4")
 ADAPTER, RANK, LR, SEED = "live", 16, 1e-3, 0
 
 
-def random_decoder(size: str, method: str, device: str, layers: int = 0) -> Decoder:
+class Wrong(Exception):
+    """What is not right is not timed."""
+
+
+def parser(bench: str, description: str | None, cache: str = "") -> argparse.ArgumentParser:
+    """The options that benches of random models share; with a cache's dtype by default, those of an engine too."""
+    made = argparse.ArgumentParser(
+        prog=f"riftco bench {bench}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--size", choices=SHAPES, default="tiny")
+    made.add_argument("--layers", type=int, default=0, help="fewer layers than the size has")
+    if cache:
+        made.add_argument("--method", choices=METHODS, default="dense")
+        made.add_argument("--cache", default=cache, help="float32, float16, bfloat16 or q8_0")
+    made.add_argument("--device", default="auto", help="cpu; else a GPU where there is one")
+    made.add_argument("--out", type=pathlib.Path, help=f"CSV; default <folder>/<date>-{bench}-<device>.csv")
+    return made
+
+
+def device_of(args: argparse.Namespace) -> str:
+    return "cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu"
+
+
+def shape_of(args: argparse.Namespace) -> dict[str, Any]:
+    return SHAPES[args.size] | ({"num_hidden_layers": args.layers} if args.layers else {})
+
+
+def random_decoder(args: argparse.Namespace) -> Decoder:
     """Of random weights: float32 on a CPU, else bfloat16; "nf4" packs the linear layers of the blocks."""
-    shape = SHAPES[size] | ({"num_hidden_layers": layers} if layers else {})
+    device = device_of(args)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     torch.manual_seed(SEED)
-    model = _random_model(lambda: Decoder(DecoderConfig.from_hf(shape)), dtype, device)
-    if method == "nf4":
+    model = _random_model(lambda: Decoder(DecoderConfig.from_hf(shape_of(args))), dtype, device)
+    if args.method == "nf4":
         for name in _block_linears(model):
             _replace(model, name, NF4Linear.from_linear(model.get_submodule(name)))
     return model
@@ -91,3 +123,15 @@ def plain_step(engine: Engine, prefix: int, tokens: list[int], reply: list[int])
 def wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def milliseconds(function: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """The median of what the whole call takes, host and device."""
+    times = []
+    for _ in range(repeats):
+        wait(device)
+        began = time.perf_counter()
+        function()
+        wait(device)
+        times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times)

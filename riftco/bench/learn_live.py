@@ -12,7 +12,6 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +19,20 @@ import torch
 
 from ..serve import Request, Scheduler, Teach, Ticket
 from ..train.chunked import adjoint_bytes
-from .engines import ADAPTER, LR, METHODS, SEED, SHAPES, learning_engine, plain_step, random_decoder, read, wait
+from .engines import (
+    ADAPTER,
+    LR,
+    SEED,
+    device_of,
+    learning_engine,
+    milliseconds,
+    parser,
+    plain_step,
+    random_decoder,
+    read,
+)
 from .machine import machine_columns
-from .rows import append, line
+from .rows import append, file_of, line
 
 COLUMNS = (
     "size", "layers", "method", "cache", "slots", "prompt", "reply", "learning", "tokens", "tokens_s", "p50_ms",
@@ -56,10 +66,10 @@ class Period:
         }  # fmt: skip
 
 
-def build(args: argparse.Namespace, device: str):
+def build(args: argparse.Namespace):
     """An engine of random weights with an adapter that learns."""
     return learning_engine(
-        random_decoder(args.size, args.method, device, args.layers),
+        random_decoder(args),
         slots=args.slots, window=args.prompt + args.reply + args.tokens + 1, cache_dtype=args.cache, chunk=args.chunk,
         recompute=args.recompute,
     )  # fmt: skip
@@ -68,8 +78,8 @@ def build(args: argparse.Namespace, device: str):
 class Live:
     """A scheduler whose neighbours' tokens are timed, step by step."""
 
-    def __init__(self, engine, args: argparse.Namespace, clock: Callable[[], float] = time.perf_counter):
-        self.engine, self.args, self.clock = engine, args, clock
+    def __init__(self, engine, args: argparse.Namespace):
+        self.engine, self.args = engine, args
         self.scheduler = Scheduler(engine)
         self.generator = torch.Generator().manual_seed(SEED)
         self.neighbours = [self._ask(i) for i in range(1, args.slots)]
@@ -87,15 +97,15 @@ class Live:
         )
 
     def run(self, seconds: float, learning: bool, into: Period) -> None:
-        began = self.clock()
+        began = time.perf_counter()
         last = {id(t): (began, len(t.tokens)) for t in self.neighbours}
-        while self.clock() - began < seconds:
+        while time.perf_counter() - began < seconds:
             if self.taught is None or self.taught.finished is not None:  # the same turn, learned or not
                 self._note(into)
                 teach = Teach(ADAPTER, LR, self.reply) if learning else None
                 self.taught = self.scheduler.submit(Request(self.prompt, max_new_tokens=4, slot=0, teach=teach))
             self.scheduler.step()
-            now = self.clock()
+            now = time.perf_counter()
             for i, ticket in enumerate(self.neighbours):
                 then, count = last.get(id(ticket), (now, 0))
                 if len(ticket.tokens) > count:
@@ -104,7 +114,7 @@ class Live:
                     last[id(ticket)] = now, len(ticket.tokens)
                 if ticket.finished is not None:
                     self.neighbours[i] = self._ask(i + 1)
-        into.seconds += self.clock() - began
+        into.seconds += time.perf_counter() - began
         while self.taught is not None and self.taught.finished is None:
             self.scheduler.step()
         self._note(into)
@@ -138,25 +148,18 @@ def learn_once(live: Live) -> None:
         raise RuntimeError(f"a learn failed: {outcome.reason}")
 
 
-def plain_ms(live: Live, repeats: int = 3) -> float:
+def plain_ms(live: Live) -> float:
     """One forward and backward of the reply over the same cached rows: what a learn is measured against."""
-    engine, device, n = live.engine, live.engine.model.device, len(live.prompt) - 1
+    engine, n, fed = live.engine, len(live.prompt) - 1, [live.prompt[-1], *live.reply[:-1]]
     read(engine, 0, live.prompt)
-    times = []
-    for _ in range(repeats):
-        wait(device)
-        began = time.perf_counter()
-        plain_step(engine, n, [live.prompt[-1], *live.reply[:-1]], live.reply)
-        wait(device)
-        times.append(1e3 * (time.perf_counter() - began))
+    median = milliseconds(lambda: plain_step(engine, n, fed, live.reply), engine.model.device, repeats=3)
     for p in engine.bank.shadow(ADAPTER).values():
         p.grad = None
-    return statistics.median(times)
+    return median
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    device = "cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu"
-    engine = build(args, device)
+    device, engine = device_of(args), build(args)
     live = Live(engine, args)
     check(live)
     common: dict[str, Any] = {
@@ -180,34 +183,25 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     return [{**common, "learning": "on" if on else "off", **period.row()} for on, period in periods.items()]
 
 
-def main(arguments: list[str] | None = None, folder: str | pathlib.Path | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="riftco bench learn-live", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--size", choices=SHAPES, default="tiny")
-    parser.add_argument("--layers", type=int, default=0, help="fewer layers than the size has")
-    parser.add_argument("--method", choices=METHODS, default="dense")
-    parser.add_argument("--cache", default="float16", help="float32, float16, bfloat16 or q8_0")
-    parser.add_argument("--slots", type=int, default=4, help="the first one learns, the others are the neighbours")
-    parser.add_argument("--prompt", type=int, default=64)
-    parser.add_argument("--reply", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=128, help="of a neighbour's answer")
-    parser.add_argument("--chunk", type=int, default=512)
-    parser.add_argument("--recompute", action="store_true")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of a period")
-    parser.add_argument("--periods", type=int, default=3, help="of each kind, taken in turns")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=pathlib.Path, help="CSV file; default <folder>/<date>-learn-live-<device>.csv")
-    args = parser.parse_args(arguments)
+def main(arguments: list[str] | None = None, folder: str | pathlib.Path = "bench-results") -> int:
+    options = parser("learn-live", __doc__, cache="float16")
+    options.add_argument("--slots", type=int, default=4, help="the first one learns, the others are the neighbours")
+    options.add_argument("--prompt", type=int, default=64)
+    options.add_argument("--reply", type=int, default=16)
+    options.add_argument("--tokens", type=int, default=128, help="of a neighbour's answer")
+    options.add_argument("--chunk", type=int, default=512)
+    options.add_argument("--recompute", action="store_true")
+    options.add_argument("--seconds", type=float, default=2.0, help="of a period")
+    options.add_argument("--periods", type=int, default=3, help="of each kind, taken in turns")
+    args = options.parse_args(arguments)
     if args.slots < 2 or min(args.prompt, args.reply, args.tokens, args.periods) < 1:
-        parser.error("there are 2 slots or more, and sizes of 1 or more")
+        options.error("there are 2 slots or more, and sizes of 1 or more")
     rows = measure(args)
     for row in rows:
         print(line(row, COLUMNS[7:19]))
-    if args.out is not None or folder is not None:
-        out = args.out or pathlib.Path(folder or "") / f"{rows[0]['date'][:10]}-learn-live-{rows[0]['device']}.csv"
-        append(out, COLUMNS, rows)
-        print(out)
+    out = file_of(args.out, folder, f"learn-live-{device_of(args)}")
+    append(out, COLUMNS, rows)
+    print(f"written to {out}")
     return 0
 
 

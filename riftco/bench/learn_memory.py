@@ -7,13 +7,9 @@ window, and a reply is learned behind it. A learn's gradients are compared with 
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import pathlib
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,17 +21,18 @@ from . import timing
 from .engines import (
     ADAPTER,
     LR,
-    METHODS,
-    SHAPES,
+    Wrong,
+    device_of,
     learning_engine,
+    milliseconds,
+    parser,
     plain_step,
     random_decoder,
     random_tokens,
     read,
-    wait,
 )
 from .machine import machine_columns, reason_of
-from .rows import append, line
+from .rows import append, file_of, line
 
 COLUMNS = (
     "size", "layers", "method", "cache", "slots", "window", "prefix", "reply", "chunk", "recompute", "status",
@@ -45,10 +42,6 @@ COLUMNS = (
     "date", "commit", "torch", "triton", "threads",
 )  # fmt: skip
 MIB, GIB = 2.0**20, 2.0**30
-
-
-class Wrong(Exception):
-    """A learn whose gradients or losses are not right is not timed."""
 
 
 class Lesson:
@@ -104,17 +97,6 @@ def agreement(lesson: Lesson) -> dict[str, float]:
     return {"cosine": cosine, "norm_ratio": ratio}
 
 
-def milliseconds(function: Callable[[], object], device: torch.device, repeats: int) -> float:
-    times = []
-    for _ in range(repeats):
-        wait(device)
-        began = time.perf_counter()
-        function()
-        wait(device)
-        times.append(1e3 * (time.perf_counter() - began))
-    return statistics.median(times)
-
-
 def held(kind: str) -> int:
     return torch.cuda.memory_allocated() if kind == "cuda" else 0
 
@@ -155,8 +137,7 @@ def measure(engine: Engine, reply: int, repeats: int) -> dict[str, Any]:
 
 def run(args: argparse.Namespace, out: pathlib.Path) -> int:
     """All windows; returns the exit status."""
-    device = "cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu"
-    model = random_decoder(args.size, args.method, device, args.layers)
+    device, model = device_of(args), random_decoder(args)
     weights, status = held(device), 0
     for window in args.windows:
         engine = learning_engine(
@@ -185,26 +166,17 @@ def run(args: argparse.Namespace, out: pathlib.Path) -> int:
 
 
 def main(arguments: list[str] | None = None, folder: str | pathlib.Path = "bench-results") -> int:
-    parser = argparse.ArgumentParser(
-        prog="riftco bench learn-memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--size", choices=SHAPES, default="tiny")
-    parser.add_argument("--layers", type=int, default=0, help="fewer layers than the size has")
-    parser.add_argument("--method", choices=METHODS, default="dense")
-    parser.add_argument("--cache", default="float16", help="float32, float16, bfloat16 or q8_0")
-    parser.add_argument("--slots", type=int, default=1)
-    parser.add_argument("--windows", type=int, nargs="+", default=[96], help="rows of a slot, the reply's among them")
-    parser.add_argument("--reply", type=int, default=16)
-    parser.add_argument("--chunk", type=int, default=512)
-    parser.add_argument("--recompute", action="store_true", help="run each block again in a learn's backward")
-    parser.add_argument("--repeats", type=int, default=3, help="of what is timed")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=pathlib.Path, help="CSV; default <folder>/<date>-learn-memory-<device>.csv")
-    args = parser.parse_args(arguments)
+    options = parser("learn-memory", __doc__, cache="float16")
+    options.add_argument("--slots", type=int, default=1)
+    options.add_argument("--windows", type=int, nargs="+", default=[96], help="rows of a slot, the reply's among them")
+    options.add_argument("--reply", type=int, default=16)
+    options.add_argument("--chunk", type=int, default=512)
+    options.add_argument("--recompute", action="store_true", help="run each block again in a learn's backward")
+    options.add_argument("--repeats", type=int, default=3, help="of what is timed")
+    args = options.parse_args(arguments)
     if min(args.slots, args.reply, args.chunk, args.repeats) < 1 or min(args.windows) <= args.reply:
-        parser.error("sizes are 1 or more, and a window is larger than the reply")
-    kind = "cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu"
-    out = args.out or pathlib.Path(folder) / f"{datetime.date.today()}-learn-memory-{kind}.csv"
+        options.error("sizes are 1 or more, and a window is larger than the reply")
+    out = file_of(args.out, folder, f"learn-memory-{device_of(args)}")
     status = run(args, out)
     print(f"written to {out}")
     return status

@@ -6,10 +6,8 @@ device; the load runs in a process of its own, whose memory is its own. The fold
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import contextlib
-import datetime
 import json
 import multiprocessing
 import pathlib
@@ -23,9 +21,9 @@ from typing import Any
 import torch
 
 from ..models import Decoder, DecoderConfig, load_model
-from .engines import SHAPES
+from .engines import device_of, parser, shape_of
 from .machine import machine_columns
-from .rows import append, line
+from .rows import append, file_of, line
 
 COLUMNS = (
     "size", "layers", "weights", "stored_gib", "shards", "write_s", "load_s", "held_gib", "peak_gib", "layer_gib",
@@ -126,19 +124,12 @@ def apart(folder: pathlib.Path, weights: str, device: str) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None, folder: str | pathlib.Path = "bench-results") -> int:
-    parser = argparse.ArgumentParser(
-        prog="riftco bench load-memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--size", choices=SHAPES, default="tiny")
-    parser.add_argument("--layers", type=int, default=0, help="fewer layers than the size has")
-    parser.add_argument("--weights", default="nf4", help="as load_model takes them")
-    parser.add_argument("--shard-mib", type=int, default=2048)
-    parser.add_argument("--folder", type=pathlib.Path, help="where the model is written; default: a temporary one")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=pathlib.Path, help="CSV; default <folder>/<date>-load-memory-<device>.csv")
-    args = parser.parse_args(arguments)
-    device = "cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu"
-    shape = SHAPES[args.size] | ({"num_hidden_layers": args.layers} if args.layers else {})
+    options = parser("load-memory", __doc__)
+    options.add_argument("--weights", default="nf4", help="as load_model takes them")
+    options.add_argument("--shard-mib", type=int, default=2048)
+    options.add_argument("--folder", type=pathlib.Path, help="where the model is written; default: a temporary one")
+    args = options.parse_args(arguments)
+    device, shape = device_of(args), shape_of(args)
     place = pathlib.Path(tempfile.mkdtemp(dir=args.folder))
     try:
         began = time.perf_counter()
@@ -151,7 +142,7 @@ def main(arguments: list[str] | None = None, folder: str | pathlib.Path = "bench
         "size": args.size, "layers": shape["num_hidden_layers"], "weights": args.weights, "stored_gib": stored / GIB,
         "shards": shards, "write_s": written, "device": device, **machine_columns(device),
     }  # fmt: skip
-    out = args.out or pathlib.Path(folder) / f"{datetime.date.today()}-load-memory-{device}.csv"
+    out = file_of(args.out, folder, f"load-memory-{device}")
     print(line(row, COLUMNS[:15]))
     append(out, COLUMNS, [row])
     print(f"written to {out}")

@@ -10,8 +10,6 @@ give, and the last one below it.
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import math
 import os
 import pathlib
@@ -32,6 +30,7 @@ from ..train.failures import out_of_memory
 from ..train.sharding import Sharded
 from .e2e import _LLAMA, SIZES, _random_model, riftco_model
 from .machine import machine_columns, reason_of
+from .rows import append, file_of
 
 SHAPES: dict[str, dict[str, Any]] = {
     **SIZES,
@@ -216,7 +215,7 @@ def main(argv: list[str] | None = None, folder: str | pathlib.Path = "bench-resu
         "device": options.device, **machine_columns(options.device),
     }  # fmt: skip
     wrong = False
-    out = options.out or pathlib.Path(folder) / f"{datetime.date.today()}-many_gpus-{options.device}.csv"
+    out = file_of(options.out, folder, f"many_gpus-{options.device}")
 
     def write(row: dict[str, Any]) -> None:
         nonlocal wrong
@@ -224,13 +223,7 @@ def main(argv: list[str] | None = None, folder: str | pathlib.Path = "bench-resu
         if not ranks.main:
             return
         print(show(row), flush=True)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        fresh = not out.exists()
-        with out.open("a", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            if fresh:
-                writer.writeheader()
-            writer.writerow({**common, **row})
+        append(out, COLUMNS, [{**common, **row}])
 
     if ranks.main:
         print(", ".join(f"{k} {v}" for k, v in common.items()), flush=True)

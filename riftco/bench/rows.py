@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import csv
+import datetime
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+
+def file_of(out: pathlib.Path | None, folder: str | pathlib.Path, name: str) -> pathlib.Path:
+    """Where rows go: `out`, else today's file of that name in the folder."""
+    return out or pathlib.Path(folder) / f"{datetime.date.today()}-{name}.csv"
 
 
 def append(path: pathlib.Path, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import collections
-import csv
-import datetime
 import pathlib
 import sys
 import time
@@ -17,6 +15,7 @@ from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from . import e2e
 from .machine import machine_columns
+from .rows import append, file_of
 
 # kind -> how kernels' names begin; what is no kernel of riftco's goes by the words in WORDS
 KINDS = {
@@ -94,7 +93,9 @@ def run(options, shape: dict) -> tuple[dict[str, float], dict[str, tuple[float, 
 
 def main(argv: list[str] | None = None, folder: str | pathlib.Path = "bench-results") -> int:
     """The command; returns the exit status."""
-    options = e2e.parser().parse_args(argv)
+    parser = e2e.parser()
+    parser.prog, parser.description = "riftco bench step-profile", __doc__
+    options = parser.parse_args(argv)
     if options.device != "cuda":
         print("a step's kernels are timed on a CUDA device; there is none", file=sys.stderr)
         return 2
@@ -118,15 +119,13 @@ def main(argv: list[str] | None = None, folder: str | pathlib.Path = "bench-resu
         named = [(k, v) for k, v in kernels.items() if kind_of(k) == kind]
         for name, (ms_, n_) in sorted(named, key=lambda one: -one[1][0])[:4]:
             print(f"      {ms_:8.2f} ms {n_:6.0f}  {name[:90]}")
-    out = options.out or pathlib.Path(folder) / f"{datetime.date.today()}-step-profile.csv"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    fresh = not out.exists()
     machine = machine_columns("cuda")
-    with out.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [*COLUMNS, *machine])
-        if fresh:
-            writer.writeheader()
-        for name, (ms, n) in [("wall", (times["wall"], 1)), ("host", (times["host"], 1)), *kernels.items()]:
-            row = {"kind": "step" if name in times else kind_of(name), "kernel": name[:200], "ms": ms, "launches": n}
-            writer.writerow({**common, **row, **machine})
+    rows = [
+        {
+            **common, "kind": "step" if name in times else kind_of(name), "kernel": name[:200], "ms": ms, "launches": n,
+            **machine,
+        }
+        for name, (ms, n) in [("wall", (times["wall"], 1)), ("host", (times["host"], 1)), *kernels.items()]
+    ]  # fmt: skip
+    append(file_of(options.out, folder, "step-profile"), [*COLUMNS, *machine], rows)
     return 0
