@@ -61,12 +61,11 @@ class Ranks:
         self._watch: Watch | None = None
 
     @classmethod
-    def join(cls, device: torch.device | str = "cpu", *, watch: bool = True) -> Ranks:
-        """Meet the other processes that torchrun started.
+    def join(cls, device: torch.device | str = "cpu") -> Ranks:
+        """Meet the other processes that torchrun started; one that ends before `close` ends this one too.
 
         Args:
             device: where this one computes, if that is known already; `on` says it later.
-            watch: end this process when another one ends before `close`.
         """
         made = cls()
         if started_by_torchrun() > 1:
@@ -76,8 +75,7 @@ class Ranks:
             made.rank, made.world, made.devices = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
             made._host = dist.new_group(backend="gloo", timeout=PATIENCE)
             made._store = dist.distributed_c10d._get_default_store()
-            if watch:
-                made._watch = Watch(made.rank, made.world, made._store)
+            made._watch = Watch(made.rank, made.world, made._store)
         made.on(device)
         return made
 

@@ -47,8 +47,8 @@ def _cached_rows(
         tl.store(largest_ptr + h * total + i, tl.max(tl.abs(g), 1), mask=ok)
 
 
-@triton.jit(do_not_specialize=["total", "n", "each"])
-def _cached_range(largest_ptr, row_scale_ptr, run_scale_ptr, cu_q_ptr, total, n, each, H, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["total", "each"])
+def _cached_range(largest_ptr, row_scale_ptr, run_scale_ptr, cu_q_ptr, total, each, H, BLOCK: tl.constexpr):
     """The power of two that brings max |dO| of a run and head into [4, 8), for the run and for its rows."""
     pid = tl.program_id(0)
     h = (pid % H).to(tl.int64)
@@ -310,10 +310,10 @@ def _dkdv_rows(
     return d_k, d_v
 
 
-@triton.jit(do_not_specialize=["total", "total_k", "n", "n_slots", "each", "each_k", "capacity", "left", "n_tiles"])
+@triton.jit(do_not_specialize=["total", "total_k", "n", "n_slots", "each", "each_k", "capacity", "left"])
 def _cached_dkdv(
     q_ptr, k_ptr, v_ptr, g_ptr, slots_ptr, positions_ptr, cu_q_ptr, cu_k_ptr, d_k_ptr, d_v_ptr, lse_ptr, delta_ptr,
-    row_scale_ptr, run_scale_ptr, total, total_k, n, n_slots, each, each_k, capacity, left, K, G, n_tiles, scale,
+    row_scale_ptr, run_scale_ptr, total, total_k, n, n_slots, each, each_k, capacity, left, K, G, scale,
     softcap, stride_qt, stride_qh, stride_qd, stride_ks, stride_kh, stride_kd, stride_vs, stride_vh, stride_vd,
     stride_gt, stride_gh, stride_gd, D: tl.constexpr, PAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, NEED_K: tl.constexpr, NEED_V: tl.constexpr, SCALED: tl.constexpr,
@@ -397,7 +397,7 @@ def backward(
         )
         if scaled and inputs.runs:
             _cached_range[(inputs.runs * H,)](
-                largest, row_scale, run_scale, places["cu_q_ptr"], total, inputs.runs, places["each"], H, BLOCK=1024
+                largest, row_scale, run_scale, places["cu_q_ptr"], total, places["each"], H, BLOCK=1024
             )
         if (need_k or need_v) and len(k):
             cut = route.tile("dkdv", q.dtype, D)
@@ -405,7 +405,7 @@ def backward(
             tiles = inputs.runs * each if inputs.cu_q is None else -(-len(k) // cut.N) + inputs.runs + 1
             _cached_dkdv[(tiles * inputs.K,)](
                 **places, **inputs.options(), **inputs.new_rows(), **upstream, **saved, run_scale_ptr=run_scale,
-                d_k_ptr=d_k, d_v_ptr=d_v, K=inputs.K, G=H // inputs.K, n_tiles=tiles, M=cut.M, N=cut.N, NEED_K=need_k,
+                d_k_ptr=d_k, d_v_ptr=d_v, K=inputs.K, G=H // inputs.K, M=cut.M, N=cut.N, NEED_K=need_k,
                 NEED_V=need_v, num_warps=cut.warps, num_stages=cut.stages,
             )  # fmt: skip
         if need_q:

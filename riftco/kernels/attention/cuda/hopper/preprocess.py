@@ -157,8 +157,8 @@ def _convert(
         gl.store(d_q_ptr + at[:, None] + c[None, :], x, mask=mask)
 
 
-@triton.jit(do_not_specialize=["T", "docs", "width"])
-def _zero_outside(ptr, cu_ptr, T, docs, width, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["docs", "width"])
+def _zero_outside(ptr, cu_ptr, docs, width, BLOCK: tl.constexpr):
     """Zero the rows that belong to no document."""
     i = tl.program_id(0).to(tl.int64)
     if (i < tl.load(cu_ptr)) | (i >= tl.load(cu_ptr + docs)):
@@ -220,4 +220,4 @@ def convert(rows: Rows, d_q: Tensor, cu_q: Tensor | None, scale: float) -> None:
         D=D, PAD=descriptors.width(D), M=rows.M, PACKED=packed, SCALED=d_q.dtype == torch.float16, num_warps=8,
     )  # fmt: skip
     if packed:
-        _zero_outside[(T,)](d_q, cu_q, T, rows.docs, H * D, BLOCK=1024)
+        _zero_outside[(T,)](d_q, cu_q, rows.docs, H * D, BLOCK=1024)
