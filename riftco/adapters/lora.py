@@ -70,8 +70,7 @@ def apply_lora(model: torch.nn.Module, spec: LoraSpec, *, seed: int | None = Non
 
 
 def _replace(model: torch.nn.Module, name: str, layer: torch.nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, layer.train(model.training))
+    model.set_submodule(name, layer.train(model.training))
 
 
 def _share(model: torch.nn.Module, plan: Plan) -> None:

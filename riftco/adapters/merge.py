@@ -146,5 +146,4 @@ def _put(model: torch.nn.Module, name: str, base: torch.nn.Module, weight: torch
         dense.bias = base.bias  # type: ignore[assignment]
         base = dense.train(base.training)
     base.weight = weight
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, base)
+    model.set_submodule(name, base)

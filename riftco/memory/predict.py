@@ -167,10 +167,9 @@ def _built(config: DecoderConfig, settings: FinetuneConfig, target: str) -> tupl
     if settings.held == "nf4":
         for name, child in [*model.model.layers.named_modules()]:
             if isinstance(child, torch.nn.Linear):
-                parent, _, attribute = name.rpartition(".")
                 made = NF4Linear(child.in_features, child.out_features, device=meta, dtype=child.weight.dtype)
                 made.bias = child.bias
-                setattr(model.model.layers.get_submodule(parent), attribute, made)
+                model.model.layers.set_submodule(name, made)
     if settings.method != "full":
         with meta:
             apply_lora(model, settings.lora_spec(), seed=0)

@@ -103,6 +103,5 @@ def _random(path: pathlib.Path, method: str, device: torch.device, dtype: torch.
     if method == "qlora":
         for name, child in list(model.model.layers.named_modules()):
             if isinstance(child, torch.nn.Linear):
-                parent, _, attribute = name.rpartition(".")
-                setattr(model.model.layers.get_submodule(parent), attribute, NF4Linear.from_linear(child))
+                model.model.layers.set_submodule(name, NF4Linear.from_linear(child))
     return model

@@ -162,12 +162,12 @@ def _keep_packed(model: Decoder, path: str, source: GGUFFile, dtype: torch.dtype
     if weight is None:
         return False
     if isinstance(module, nn.Embedding):
-        _replace(model, path, GGUFEmbedding(weight.to(device), dtype))
+        model.set_submodule(path, GGUFEmbedding(weight.to(device), dtype))
         return True
     bias = None
     if module.bias is not None:
         bias = nn.Parameter(source.tensor(f"{path}.bias").to(device, dtype))
-    _replace(model, path, GGUFLinear.from_weight(weight.to(device), bias))
+    model.set_submodule(path, GGUFLinear.from_weight(weight.to(device), bias))
     return True
 
 
@@ -196,18 +196,13 @@ def _fill(
     if packed and isinstance(module, nn.Linear):
         made = bnb.read(path, module, packed, source.tensor, device)
         made.register_parameter("bias", module.bias)
-        module = _replace(model, path, made)
+        model.set_submodule(path, made)
+        module = made
     for name in [name for name, _ in module.named_parameters(recurse=False)]:
         full = f"{path}.{name}"
         setattr(module, name, nn.Parameter(_floating(full, source.tensor(full)).to(device, dtype)))
     if nf4 and isinstance(module, nn.Linear) and path.startswith("model.layers."):
-        _replace(model, path, NF4Linear.from_linear(module))
-
-
-def _replace(model: Decoder, path: str, module: nn.Module) -> nn.Module:
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, module)
-    return module
+        model.set_submodule(path, NF4Linear.from_linear(module))
 
 
 def _check_names(source: Source, needed: Mapping[str, tuple[int, ...]], packed: Mapping[str, list[str]]) -> None:

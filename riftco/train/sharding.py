@@ -37,8 +37,7 @@ class Sharded(nn.Module):
             if isinstance(layer, (GGUFLinear, GGUFEmbedding)):
                 raise ValueError(f"{name} is held in GGUF's blocks, which are not cut over processes; use nf4 or bf16")
             if type(layer) is NF4Linear:
-                parent, _, leaf = name.rpartition(".")
-                setattr(model.get_submodule(parent), leaf, NF4ParameterLinear(layer))
+                model.set_submodule(name, NF4ParameterLinear(layer))
         self.model = model
         frozen = any(not p.requires_grad for p in model.parameters())
         whole = {p for p in model.parameters() if p.requires_grad} if frozen else set()

@@ -151,8 +151,7 @@ def _model(run: TinyRun, device: torch.device) -> tuple[Decoder, LoraSpec | None
     if run.method == "qlora":
         for path, module in [*model.named_modules()]:
             if isinstance(module, torch.nn.Linear) and path.startswith("model.layers."):
-                parent, _, name = path.rpartition(".")
-                setattr(model.get_submodule(parent), name, NF4Linear.from_linear(module))
+                model.set_submodule(path, NF4Linear.from_linear(module))
     model = model.to(tpu.made_on(device))
     spec = LoraSpec(rank=16, alpha=32)
     apply_lora(model, spec, seed=run.model_seed)

@@ -23,8 +23,7 @@ def adapted_decoder(nf4=False, family="llama-biases", **options):
     if nf4:
         for name, layer in list(model.named_modules()):
             if name.endswith(NAMES):
-                parent, _, leaf = name.rpartition(".")
-                setattr(model.get_submodule(parent), leaf, NF4Linear.from_linear(layer))
+                model.set_submodule(name, NF4Linear.from_linear(layer))
     apply_lora(model, LoraSpec(**{"rank": 4, "alpha": 8, **options}), seed=1)
     with torch.no_grad():
         for name, p in model.named_parameters():

@@ -122,9 +122,8 @@ def packed(model: Decoder, format: str, dtype=torch.float32) -> Decoder:
 
     for name, module in list(model.named_modules()):
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
-            parent, _, leaf = name.rpartition(".")
             made = GGUFLinear.from_weight(weight(*module.weight.shape), module.bias)
-            setattr(model.get_submodule(parent), leaf, made)
+            model.set_submodule(name, made)
     shared = weight(model.config.vocab_size, model.config.hidden_size)
     model.model.embed_tokens, model.lm_head = GGUFEmbedding(shared, dtype), GGUFLinear.from_weight(shared)
     return model.to(dtype)
@@ -151,10 +150,9 @@ def test_adapters(family, dtype):
     model = decoder(family)
     for i, (name, module) in enumerate(list(model.named_modules())):
         if isinstance(module, torch.nn.Linear) and "layers.0.self_attn.v" not in name:
-            parent, _, leaf = name.rpartition(".")
             layer = LoRALinear(module, 3 + i % 40, 16.0, dtype=dtype).eval()
             torch.nn.init.normal_(layer.lora_B.weight, std=0.2)
-            setattr(model.get_submodule(parent), leaf, layer)
+            model.set_submodule(name, layer)
     agree(model, most=1e-11 if dtype == torch.float32 else 1e-4)
 
 

@@ -25,8 +25,7 @@ def service(tokenizer, folder=None, slots=2, cache_dtype="float32", head=16, win
     model = Decoder(config)
     for name, layer in list(model.model.named_modules()) if frozen else ():
         if isinstance(layer, torch.nn.Linear):
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.model.get_submodule(parent), leaf, frozen(layer))
+            model.model.set_submodule(name, frozen(layer))
     engine = Engine(model, slots=slots, window=window, cache_dtype=cache_dtype, store=store)
     if "live" not in engine.bank.adapters:
         engine.create("live", LoraSpec(rank=2, alpha=4), seed=1)

@@ -34,8 +34,7 @@ def model_of(method: str, checkpointing: str = "disabled", tied: bool = False) -
     if method == "qlora":
         for name, layer in list(model.named_modules()):
             if isinstance(layer, torch.nn.Linear) and name != "lm_head":
-                parent, _, leaf = name.rpartition(".")
-                setattr(model.get_submodule(parent), leaf, NF4Linear.from_linear(layer))
+                model.set_submodule(name, NF4Linear.from_linear(layer))
     apply_lora(model, LoraSpec(rank=4, alpha=8), seed=0)
     with torch.no_grad():
         for p in model.parameters():

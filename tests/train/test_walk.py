@@ -136,8 +136,7 @@ def test_over_a_quantised_base():
     model = decoder()
     for path, module in [*model.named_modules()]:
         if isinstance(module, torch.nn.Linear) and path.startswith("model.layers."):
-            parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, NF4Linear.from_linear(module))
+            model.set_submodule(path, NF4Linear.from_linear(module))
     apply_lora(model, LoraSpec(rank=4), seed=1)
     ids, target = row(RUN)
     model.loss(ids[None], target[None]).backward()
