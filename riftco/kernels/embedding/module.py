@@ -66,7 +66,27 @@ class _OverEmbedding(nn.Module):
         return rows if factor is None else rows * (factor.to(rows.dtype) if isinstance(factor, Tensor) else factor)
 
 
-class LoRAEmbedding(_OverEmbedding):
+class LoRAOptions:
+    """What layers with a LoRA share: PEFT's options, the factor that they make, and how they print."""
+
+    rank: int
+    alpha: float
+    dropout: float
+    use_rslora: bool
+    use_dora: bool
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+    def extra_repr(self) -> str:
+        return (
+            f"rank={self.rank}, alpha={self.alpha}, dropout={self.dropout}, use_rslora={self.use_rslora}, "
+            f"use_dora={self.use_dora}"
+        )
+
+
+class LoRAEmbedding(LoRAOptions, _OverEmbedding):
     """A frozen embedding with a trainable adapter: y = W[ids] + scale * A^T[ids] B^T, in W's dtype.
 
     `lora_embedding_A` [R, V] starts as zeros, `lora_embedding_B` [C, R] as normal, so that y starts as W[ids]; scale is
@@ -108,10 +128,6 @@ class LoRAEmbedding(_OverEmbedding):
             with torch.no_grad():
                 self.lora_magnitude_vector.copy_(self.weight_norm())
 
-    @property
-    def scale(self) -> float:
-        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
-
     @torch.no_grad()
     def weight_norm(self) -> Tensor:
         """||W + scale * A^T B^T|| of each column [C], in float32 (float64 in float64): a few rows of W at a time."""
@@ -134,12 +150,6 @@ class LoRAEmbedding(_OverEmbedding):
         if self.lora_magnitude_vector is None:
             return (y + delta).to(y.dtype)
         return ((self.lora_magnitude_vector / self.weight_norm()) * (y + delta)).to(y.dtype)
-
-    def extra_repr(self) -> str:
-        return (
-            f"rank={self.rank}, alpha={self.alpha}, dropout={self.dropout}, use_rslora={self.use_rslora}, "
-            f"use_dora={self.use_dora}"
-        )
 
 
 class TrainableTokens(_OverEmbedding):
@@ -186,22 +196,17 @@ class TrainableTokens(_OverEmbedding):
         return f"token_indices={self.token_indices[:8]}{'...' if len(self.token_indices) > 8 else ''}"
 
 
-class TokensHead(nn.Module):
-    """The head of a tied model whose embedding is a TrainableTokens: the same rows, as columns of the logits.
-
-    The rows belong to the embedding, which gets both gradients. `base` is the frozen head over the shared weight.
+class SharedHead(nn.Module):
+    """The head of a tied model whose embedding is adapted: a frozen `base` over the shared weight. What is trained
+    belongs to the embedding, which gets both gradients.
     """
 
     base_layer: Any
 
-    def __init__(self, base: nn.Module, tokens: TrainableTokens):
+    def __init__(self, base: nn.Module, owner: nn.Module):
         super().__init__()
         self.base_layer = base.requires_grad_(False)
-        self._owner = (tokens,)  # in a tuple: no submodule, so that the rows are counted and saved once
-
-    @property
-    def tokens(self) -> TrainableTokens:
-        return self._owner[0]
+        self._owner: tuple[Any] = (owner,)  # in a tuple: no submodule, so that what is trained is saved once
 
     @property
     def weight(self) -> Any:
@@ -214,6 +219,20 @@ class TokensHead(nn.Module):
     @property
     def out_features(self) -> int:
         return self.base_layer.out_features
+
+
+class TokensHead(SharedHead):
+    """The head of a tied model whose embedding is a TrainableTokens: the same rows, as columns of the logits.
+
+    The rows belong to the embedding, which gets both gradients. `base` is the frozen head over the shared weight.
+    """
+
+    def __init__(self, base: nn.Module, tokens: TrainableTokens):
+        super().__init__(base, tokens)
+
+    @property
+    def tokens(self) -> TrainableTokens:
+        return self._owner[0]
 
     def adapter(self) -> tuple[Tensor, Tensor, float]:
         """The same head as a LoRA (A [n, C], B [V, n], scale): what a sliced loss takes."""

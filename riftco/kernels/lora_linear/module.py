@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..embedding.module import LoRAEmbedding
+from ..embedding.module import LoRAEmbedding, LoRAOptions, SharedHead
 from ..gguf_linear.module import GGUFLinear
 from ..nf4.module import NF4Linear
 from .check import MAX_RANK
@@ -16,7 +16,7 @@ from .dora import rescale, weight_norm
 from .op import lora_linear, lora_linear_group
 
 
-class LoRALinear(nn.Module):
+class LoRALinear(LoRAOptions, nn.Module):
     """A frozen Linear, NF4Linear or GGUFLinear with a trainable adapter: y = base(x) + scale * dropout(x) A^T B^T.
 
     `lora_A.weight` [R, C] starts as Kaiming uniform (a = sqrt(5)), `lora_B.weight` [N, R] as zeros, so that y starts as
@@ -68,10 +68,6 @@ class LoRALinear(nn.Module):
     def out_features(self) -> int:
         return self.base_layer.out_features
 
-    @property
-    def scale(self) -> float:
-        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
-
     def adapter(self) -> tuple[Tensor, Tensor, float]:
         """(A, B, scale)."""
         return self.lora_A.weight, self.lora_B.weight, self.scale
@@ -100,40 +96,22 @@ class LoRALinear(nn.Module):
             rows=rows,
         )
 
-    def extra_repr(self) -> str:
-        return (
-            f"rank={self.rank}, alpha={self.alpha}, dropout={self.dropout}, use_rslora={self.use_rslora}, "
-            f"use_dora={self.use_dora}"
-        )
 
-
-class TiedLoRALinear(nn.Module):
+class TiedLoRALinear(SharedHead):
     """The head of a tied model whose embedding carries a LoRAEmbedding: the same adapter, the other way round.
 
     y = base(x) + scale * dropout(x) B A, with the embedding's A [R, V] and B [C, R], which stay its own and get both
     gradients. `base` is the frozen head over the shared weight.
     """
 
-    base_layer: nn.Linear | GGUFLinear
-
     def __init__(self, base: nn.Linear | GGUFLinear, embedding: LoRAEmbedding):
-        super().__init__()
         if embedding.use_dora:
             raise ValueError("TiedLoRALinear: a DoRA cannot be shared: rows and columns have magnitudes of their own")
-        self.base_layer = base.requires_grad_(False)
-        self._owner = (embedding,)  # in a tuple: no submodule, so that the adapter is counted and saved once
+        super().__init__(base, embedding)
 
     @property
     def embedding(self) -> LoRAEmbedding:
         return self._owner[0]
-
-    @property
-    def in_features(self) -> int:
-        return self.base_layer.in_features
-
-    @property
-    def out_features(self) -> int:
-        return self.base_layer.out_features
 
     @property
     def dropout(self) -> float:
