@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -56,9 +59,7 @@ def apply_lora(model: torch.nn.Module, spec: LoraSpec, *, seed: int | None = Non
     plan = plan_adapter(model, spec)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    with torch.random.fork_rng(enabled=seed is not None):
-        if seed is not None:
-            torch.manual_seed(seed)
+    with contextlib.nullcontext() if seed is None else seeded(model, seed):
         for name, layer in plan.layers.items():
             options: dict = dict(dropout=spec.dropout, use_rslora=spec.use_rslora, use_dora=spec.use_dora)
             kind = nn.LoRAEmbedding if isinstance(layer, EMBEDDING) else nn.LoRALinear
@@ -67,6 +68,21 @@ def apply_lora(model: torch.nn.Module, spec: LoraSpec, *, seed: int | None = Non
     trained, copies = _train_in_place(model, plan, spec)
     setattr(model, RECORD, Record(tuple(trained), copies))
     return [*plan.layers, *plan.tied_lora]
+
+
+@contextlib.contextmanager
+def seeded(model: torch.nn.Module, seed: int) -> Iterator[None]:
+    """Within the block the CPU and the model's devices draw from `seed`; their generators go on as if nothing had been
+    drawn. Other GPUs are left alone, which may not even be in use."""
+    devices = {t.device for t in (*model.parameters(), *model.buffers())}
+    gpus = sorted(d.index for d in devices if d.type == "cuda")
+    with torch.random.fork_rng(devices=gpus):
+        if any(d.type not in ("cpu", "cuda", "meta") for d in devices):
+            torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
+        for i in gpus:
+            torch.cuda.default_generators[i].manual_seed(seed)
+        yield
 
 
 def _replace(model: torch.nn.Module, name: str, layer: torch.nn.Module) -> None:

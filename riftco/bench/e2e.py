@@ -183,7 +183,7 @@ def disagreement() -> str:
     from riftco.models import Decoder, DecoderConfig
 
     shape = SIZES["tiny"]
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):  # all on the CPU
         torch.manual_seed(0)
         ours = Decoder(DecoderConfig.from_hf(shape))
         theirs = AutoModelForCausalLM.from_config(

@@ -1,8 +1,9 @@
 """Learning beside serving: what neighbours notice, what a learn takes, and that the loss falls. One run, off and on.
 
 `python bench/learn_live.py --size 1b --method nf4 --slots 8 --prompt 2048 --reply 256`. Neighbours decode all the time;
-one more slot serves the same turn again and again, and in every second period learns its reply. Before anything is
-timed the neighbours' rows are compared, byte for byte, before and after a learn.
+one more slot serves the same turn once a period, and in every second period learns its reply. A period lasts until its
+turn has ended, so that every learn falls into it; learning may take a tenth of the time, so give --seconds ten times
+what a learn takes. Before anything is timed the neighbours' rows are compared, byte for byte, before and after a learn.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..serve import Request, Scheduler, Teach, Ticket
+from ..serve import Request, Scheduler, Teach
 from ..train.chunked import adjoint_bytes
 from .engines import (
     ADAPTER,
@@ -83,7 +84,6 @@ class Live:
         self.scheduler = Scheduler(engine)
         self.generator = torch.Generator().manual_seed(SEED)
         self.neighbours = [self._ask(i) for i in range(1, args.slots)]
-        self.taught: Ticket | None = None
         self.prompt, self.reply = self._random(args.prompt), self._random(args.reply)
         while any(not t.tokens for t in self.neighbours):  # prompts are read before anything is timed
             self.scheduler.step()
@@ -97,13 +97,12 @@ class Live:
         )
 
     def run(self, seconds: float, learning: bool, into: Period) -> None:
+        """One turn, learned or not, while neighbours decode; at least so long, and until the turn has ended."""
         began = time.perf_counter()
         last = {id(t): (began, len(t.tokens)) for t in self.neighbours}
-        while time.perf_counter() - began < seconds:
-            if self.taught is None or self.taught.finished is not None:  # the same turn, learned or not
-                self._note(into)
-                teach = Teach(ADAPTER, LR, self.reply) if learning else None
-                self.taught = self.scheduler.submit(Request(self.prompt, max_new_tokens=4, slot=0, teach=teach))
+        teach = Teach(ADAPTER, LR, self.reply) if learning else None
+        taught = self.scheduler.submit(Request(self.prompt, max_new_tokens=4, slot=0, teach=teach))
+        while time.perf_counter() - began < seconds or taught.finished is None:
             self.scheduler.step()
             now = time.perf_counter()
             for i, ticket in enumerate(self.neighbours):
@@ -115,19 +114,12 @@ class Live:
                 if ticket.finished is not None:
                     self.neighbours[i] = self._ask(i + 1)
         into.seconds += time.perf_counter() - began
-        while self.taught is not None and self.taught.finished is None:
-            self.scheduler.step()
-        self._note(into)
-
-    def _note(self, into: Period) -> None:
-        if self.taught is not None and self.taught.finished is not None:
-            if self.taught.request.teach is not None:
-                outcome = self.taught.finished.learn
-                if outcome is None or outcome.loss_before is None:
-                    raise RuntimeError(f"a learn failed: {self.taught.finished}")
-                into.losses.append(outcome.loss_before)
-                into.learn_ms.append(outcome.ms)
-            self.taught = None
+        if learning:
+            outcome = taught.finished.learn
+            if outcome is None or outcome.loss_before is None:
+                raise RuntimeError(f"a learn failed: {taught.finished}")
+            into.losses.append(outcome.loss_before)
+            into.learn_ms.append(outcome.ms)
 
 
 def check(live: Live) -> None:
@@ -176,7 +168,9 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         common["learn_peak_mib"] = (torch.cuda.max_memory_allocated() - held) / 2**20
         common["reserved_gib"] = held / 2**30
     periods = {False: Period(), True: Period()}
-    live.run(args.seconds / 4, True, Period())  # warms both paths
+    for learning in periods:  # what both compile and record
+        live.run(args.seconds / 4, learning, Period())
+    live.scheduler.duty.drop()
     for _ in range(args.periods):
         for learning, period in periods.items():
             live.run(args.seconds, learning, period)
@@ -191,7 +185,7 @@ def main(arguments: list[str] | None = None, folder: str | pathlib.Path = "bench
     options.add_argument("--tokens", type=int, default=128, help="of a neighbour's answer")
     options.add_argument("--chunk", type=int, default=512)
     options.add_argument("--recompute", action="store_true")
-    options.add_argument("--seconds", type=float, default=2.0, help="of a period")
+    options.add_argument("--seconds", type=float, default=2.0, help="of a period, at least")
     options.add_argument("--periods", type=int, default=3, help="of each kind, taken in turns")
     args = options.parse_args(arguments)
     if args.slots < 2 or min(args.prompt, args.reply, args.tokens, args.periods) < 1:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..adapters import AdapterError, LoraSpec
-from ..adapters.lora import adapted
+from ..adapters.lora import adapted, seeded
 from ..adapters.plan import plan_adapter
 from ..functional import lora_linear
 from ..models import Decoder
@@ -265,8 +265,7 @@ def _fresh(model: Decoder, spec: LoraSpec, seed: int) -> dict[str, Tensor]:
             "single tokens cannot be switched between requests: merge such an adapter into the model first"
         )
     state = {}
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with seeded(model, seed):
         for path, linear in plan.layers.items():
             assert isinstance(linear, (nn.Linear, NF4Linear, GGUFLinear))
             layer = LoRALinear(linear, spec.rank_of(path), spec.alpha_of(path))
