@@ -13,8 +13,8 @@ from torch import Tensor
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # not the 8-bit ones, which no kernel reads
 INDICES = (torch.int32, torch.int64)
-NUMBERS = (numbers.Real, torch.SymInt, torch.SymFloat)
-WHOLE = (numbers.Integral, torch.SymInt)
+NUMBERS = (float, int, numbers.Real, torch.SymInt, torch.SymFloat)  # the common ones first: an ABC is slow to ask
+WHOLE = (int, numbers.Integral, torch.SymInt)
 
 
 def floating(t: object) -> bool:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
 from .. import metal, tpu
@@ -203,10 +202,15 @@ def run(op: torch._ops.OpOverload, device: str, *args, **kwargs):
 
 def _dtype_of(args: tuple) -> torch.dtype:
     """float64 if any tensor argument is float64, else float32: all that choose() distinguishes."""
+    double = torch.float64
     for arg in args:
-        for t in arg if isinstance(arg, (list, tuple)) else (arg,):
-            if isinstance(t, Tensor) and t.dtype == torch.float64:
-                return torch.float64
+        if isinstance(arg, Tensor):
+            if arg.dtype == double:
+                return double
+        elif isinstance(arg, (list, tuple)):
+            for t in arg:
+                if isinstance(t, Tensor) and t.dtype == double:
+                    return double
     return torch.float32
 
 
@@ -273,12 +277,13 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 
 
 class Function(torch.autograd.Function):
-    """torch's, which asks `inspect` for the signature of `forward` in every call, with the answer kept."""
+    """torch's, which in every call binds the arguments to the signature of `forward`: here all come by position."""
 
-    def __init_subclass__(cls, **named):
-        super().__init_subclass__(**named)
-        forward: Any = cls.forward
-        forward.__signature__ = inspect.signature(forward)
+    @classmethod
+    def apply(cls, *args):
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return super().apply(*args)
+        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]
 
 
 def once_differentiable(backward: Callable) -> Callable:
@@ -290,9 +295,11 @@ def once_differentiable(backward: Callable) -> Callable:
 
     @functools.wraps(backward)
     def wrapper(ctx, *grads):
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
         with torch.no_grad():
             outputs = backward(ctx, *grads)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
             return outputs
         if torch._C._functorch.peek_interpreter_stack() is not None:  # torch.func always records; once is allowed
             return outputs
@@ -326,7 +333,6 @@ def checks_enabled() -> bool:
 
 def same_device(op: str, **tensors: Tensor | None) -> None:
     """Refuse tensors on different devices by name."""
-    present = {n: t for n, t in tensors.items() if t is not None}
-    if len({t.device for t in present.values()}) > 1:
-        places = ", ".join(f"{n} on {t.device}" for n, t in present.items())
+    if len({t.device for t in tensors.values() if t is not None}) > 1:
+        places = ", ".join(f"{n} on {t.device}" for n, t in tensors.items() if t is not None)
         raise ValueError(f"{op}: all tensors must be on one device; got {places}")

@@ -6,6 +6,7 @@ one matrix product and rounded once. All stretches of a call share one scratch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -20,9 +21,12 @@ def forward(
 ) -> Tensor:
     """y [..., N] = x W^T + bias; decode gives W[lo:hi]. The scratch has `spare` elements more than they take."""
     rows = x.reshape(x.shape[:-1].numel(), K)
-    y = torch.empty(rows.shape[0], N, dtype=x.dtype, device=x.device)
     bias = None if bias is None else bias.to(x.dtype)
     pieces = stretches(N, K * x.element_size(), scratch_bytes)
+    if len(pieces) == 1:
+        w = decode(0, N, x.new_empty(N * K + spare)).t()
+        return (torch.mm(rows, w) if bias is None else torch.addmm(bias, rows, w)).view(*x.shape[:-1], N)
+    y = torch.empty(rows.shape[0], N, dtype=x.dtype, device=x.device)
     scratch = x.new_empty(max((hi - lo for lo, hi in pieces), default=0) * K + spare)
     for lo, hi in pieces:
         w = decode(lo, hi, scratch).t()
@@ -36,17 +40,20 @@ def forward(
 def backward(d_y: Tensor, N: int, K: int, scratch_bytes: int, decode: Decode, step: int = 1) -> Tensor:
     """d_x [..., K] = d_y W; decode gives W[:, lo:hi], lo a multiple of `step`."""
     rows = d_y.reshape(d_y.shape[:-1].numel(), N)
-    d_x = torch.empty(rows.shape[0], K, dtype=d_y.dtype, device=d_y.device)
     pieces = stretches(K, N * d_y.element_size(), scratch_bytes, step)
+    if len(pieces) == 1:
+        return torch.mm(rows, decode(0, K, d_y.new_empty(N * K))).view(*d_y.shape[:-1], K)
+    d_x = torch.empty(rows.shape[0], K, dtype=d_y.dtype, device=d_y.device)
     scratch = d_y.new_empty(max((hi - lo for lo, hi in pieces), default=0) * N)
     for lo, hi in pieces:
         torch.mm(rows, decode(lo, hi, scratch), out=d_x[:, lo:hi])
     return d_x.view(*d_y.shape[:-1], K)
 
 
-def stretches(lines: int, line_bytes: int, scratch_bytes: int, step: int = 1) -> list[tuple[int, int]]:
+@functools.lru_cache(1024)
+def stretches(lines: int, line_bytes: int, scratch_bytes: int, step: int = 1) -> tuple[tuple[int, int], ...]:
     """0..lines in even stretches whose lines fit the scratch together, each but the last a multiple of `step`."""
     most = max(1, scratch_bytes // max(line_bytes, 1) // step)
     units = -(-lines // step)
     each = step * -(-units // max(1, -(-units // most)))
-    return [(lo, min(lo + each, lines)) for lo in range(0, lines, max(each, 1))]
+    return tuple((lo, min(lo + each, lines)) for lo in range(0, lines, max(each, 1)))

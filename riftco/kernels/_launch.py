@@ -30,6 +30,9 @@ def as_rows(t: Tensor) -> tuple[Tensor, int, int, int]:
     ``(n // inner) * stride_outer + (n % inner) * stride_inner`` elements from the tensor's first.
     Leading dimensions that no two strides describe are copied into a contiguous tensor.
     """
+    if t.is_contiguous():
+        count = t.shape[:-1].numel()
+        return t, max(count, 1), 0, t.shape[-1] if count != 1 else 0
     dims = [(size, stride) for size, stride in zip(t.shape[:-1], t.stride()[:-1]) if size != 1]
     merged: list[tuple[int, int]] = []
     for size, stride in dims:

@@ -66,10 +66,12 @@ def recomputed(h: Tensor) -> Iterator[None]:
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
     def pack(t: Tensor) -> Any:
-        if t.device == device and t.dtype == dtype and t.untyped_storage()._cdata == at:
+        if t.dtype == dtype and t.device == device and t.untyped_storage()._cdata == at:
             return _Place(t.shape, t.stride(), int(t.storage_offset()))
         # detached: a layer that saves what it returns would hold itself through it, for ever where no backward comes
-        return t.detach() if outer is None else _Packed(outer[0](t))
+        if outer is None:
+            return t if t.grad_fn is None else t.detach()
+        return _Packed(outer[0](t))
 
     def unpack(saved: Any) -> Tensor:
         if isinstance(saved, _Place):

@@ -24,8 +24,8 @@ def forward(
     D, _ = dtypes(x, lora_a, lora_b)
     ys = [base.forward(x, bias, launcher) for base, bias in zip(unpack(kinds, weights, sizes), biases)]
     rows = None if rows is None else rows.contiguous()
-    xa = _down(x, seed, dropout_p, rows, [t.to(D) for t in lora_a])
-    _up_each(ys, rows, xa, [t.to(D) for t in lora_b], scales)
+    xa = _down(x, seed, dropout_p, rows, _in(D, lora_a))
+    _up_each(ys, rows, xa, _in(D, lora_b), scales)
     return ys, xa
 
 
@@ -39,16 +39,20 @@ def backward(
     bases = unpack(kinds, weights, sizes)
     d_x, g = d_ys[0].new_empty(0), None
     if need_x or need_a:
-        g = _down_each(d_ys, rows, [t.to(D) for t in lora_b], scales)
+        g = _down_each(d_ys, rows, _in(D, lora_b), scales)
     if need_x:
         parts = [base.backward(t, launcher).contiguous() for base, t in zip(bases, d_ys)]
         d_x = parts[0]
-        _up(parts, seed, dropout_p, rows, g, [t.to(D) for t in lora_a])
+        _up(parts, seed, dropout_p, rows, g, _in(D, lora_a))
     d_ws = [
         t.reshape(-1, t.shape[-1]).t() @ x.reshape(-1, x.shape[-1]) if need and x is not None else t.new_empty(0)
         for t, need in zip(d_ys, need_w)
     ]
     return d_x, d_ws, _grads(d_ys, x, xa, g, lora_a, lora_b, scales, seed, dropout_p, rows, need_a, need_b)
+
+
+def _in(dtype: torch.dtype, ts: list[Tensor]) -> list[Tensor]:
+    return [t if t.dtype == dtype else t.to(dtype) for t in ts]
 
 
 def _lines(t: Tensor) -> tuple[Tensor, tuple[int, int, int, int]]:
@@ -167,7 +171,7 @@ def _grads(
     if not products:
         return torch.empty(0, dtype=torch.float32, device=d_ys[0].device)
     M = count(d_ys[0], rows)
-    tile = tiles.grads(M, [(p[0].shape[-1], p[3]) for p in products], d_ys[0].dtype.itemsize >= 4, need_a)
+    tile = tiles.grads(M, tuple((p[0].shape[-1], p[3]) for p in products), d_ys[0].dtype.itemsize >= 4, need_a)
     out = torch.empty(tile.splits, total, dtype=torch.float32, device=d_ys[0].device)
     if M == 0 or total == 0:
         out.zero_()

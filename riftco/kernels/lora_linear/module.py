@@ -147,14 +147,14 @@ def linear_group(x: Tensor, layers: Sequence[nn.Module], rows: Tensor | None = N
     together = [layer for layer, own in zip(together, options) if own == options[alike.index(max(alike))]]
     if len(together) < 2 or (rows is not None and together[0].use_dora):
         return tuple(_alone(x, layer, rows) for layer in layers)
-    dora = together[0].use_dora
+    dora, bases = together[0].use_dora, [layer.base_layer for layer in together]
     ys = lora_linear_group(
         x,
-        [layer.base_layer.weight for layer in together],
+        [base.weight for base in bases],
         [layer.lora_A.weight for layer in together],
         [layer.lora_B.weight for layer in together],
         scales=[layer.scale for layer in together],
-        biases=None if dora else [layer.base_layer.bias for layer in together],
+        biases=None if dora else [base.bias for base in bases],
         dropout_p=together[0].dropout,
         training=together[0].training,
         rows=rows,
@@ -173,9 +173,10 @@ def _joins(layer: LoRALinear) -> bool:
     """A LoRALinear whose call nobody watches: a hook, or a changed forward, must see its own layer."""
     if type(layer) is not LoRALinear or "forward" in layer.__dict__:
         return False
-    parts = (layer, layer.base_layer, layer.lora_A, layer.lora_B)
     return not any(
-        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in parts
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+        for m in (layer, *layer._modules.values())  # base_layer, lora_A, lora_B: without the cost of their names
+        if m is not None
     )
 
 

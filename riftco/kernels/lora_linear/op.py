@@ -70,6 +70,7 @@ class LoRAGroup(Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         x, ctx.kinds, ctx.sizes, ctx.counts, ctx.scales, seed, ctx.dropout_p, rows, *tensors = inputs
+        ctx.set_materialize_grads(False)  # there would be zeros for x A^T in every backward
         weights, biases, lora_a, lora_b = _members(len(ctx.kinds), tensors)
         need_w, _, need_a, need_b = _members(len(ctx.kinds), ctx.needs_input_grad[8:])
         ctx.mark_non_differentiable(output[-1])
@@ -82,10 +83,12 @@ class LoRAGroup(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *d_outputs):
-        x, xa, seed, rows, *tensors = ctx.saved_tensors
         members = len(ctx.kinds)
+        if all(t is None for t in d_outputs[:members]):
+            return (None,) * len(ctx.needs_input_grad)
+        x, xa, seed, rows, *tensors = ctx.saved_tensors
         weights, lora_a, lora_b = tensors[: -2 * members], tensors[-2 * members : -members], tensors[-members:]
-        d_ys, need_x = list(d_outputs[:members]), ctx.needs_input_grad[0]
+        d_ys, need_x = _whole(d_outputs[:members], lora_b), ctx.needs_input_grad[0]
         need_parts, need_bias, need_a, need_b = _members(members, ctx.needs_input_grad[8:])
         starts = [sum(ctx.counts[:i]) for i in range(members)]
         need_w = [need_parts[i] for i in starts]  # of several tensors none learns
@@ -107,12 +110,19 @@ def _members(n: int, tensors) -> tuple[list, list, list, list]:
     return tensors[: -3 * n], tensors[-3 * n : -2 * n], tensors[-2 * n : -n], tensors[-n:]
 
 
+def _whole(d_ys: Sequence[Tensor | None], lora_b: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of all outputs: zeros of those that nothing was computed from."""
+    like = next(t for t in d_ys if t is not None)
+    return [like.new_zeros((*like.shape[:-1], b.shape[0])) if t is None else t for t, b in zip(d_ys, lora_b)]
+
+
 def _pieces(flat: Tensor, lora_a: list[Tensor], lora_b: list[Tensor], need_a: list, need_b: list) -> list:
     """The gradients of A, then of B, out of one buffer: in the parameters' dtypes, cast at once where those agree."""
     there = [*(lora_a if any(need_a) else ()), *(lora_b if any(need_b) else ())]
     if len({t.dtype for t in there}) == 1:
         flat = flat.to(there[0].dtype)
-    pieces = [p.view(t.shape).to(t.dtype) for p, t in zip(flat.split([t.numel() for t in there]), there)]
+    pieces = [p.view(t.shape) for p, t in zip(flat.split([t.numel() for t in there]), there)]
+    pieces = [p if p.dtype == t.dtype else p.to(t.dtype) for p, t in zip(pieces, there)]
     missing = [None] * len(lora_a)
     grads_a = pieces[: len(lora_a)] if any(need_a) else missing
     grads_b = pieces[-len(lora_b) :] if any(need_b) else missing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from .._launch import cdiv
@@ -28,6 +29,7 @@ class Tile:
     warps: int = 4
 
 
+@functools.lru_cache(1024)  # these are asked for each product of a step
 def down(M: int, C: int, R: int, wide: bool, members: int = 1) -> Tile:
     """x [M, C] A^T [C, R]; few rows share the features out among programs. wide: x is float32, whose products are made
     outside the tensor cores and need more registers."""
@@ -39,12 +41,14 @@ def down(M: int, C: int, R: int, wide: bool, members: int = 1) -> Tile:
     return Tile(BM, BC, BR, splits=max(1, cdiv(C, width)), width=width, warps=_warps(BR, wide))
 
 
+@functools.lru_cache(1024)
 def up(M: int, R: int) -> Tile:
     """y [M, N] += x A^T [M, R] B^T [R, N]: bound by y's bytes."""
     return Tile(_rows(M), BR=_ranks(R, 64), tiles=4 if M > 32 and R <= 16 else 1)
 
 
-def grads(M: int, products: list[tuple[int, int]], wide: bool, first: bool) -> Tile:
+@functools.lru_cache(1024)
+def grads(M: int, products: tuple[tuple[int, int], ...], wide: bool, first: bool) -> Tile:
     """(features, rank) of each product [rank, M] [M, features]; the rows are shared out among programs. first: one of
     them is that of all A."""
     most = 32 if wide else 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,7 @@ class Route:
     part: int = 0
 
 
+@functools.lru_cache(1024)  # asked for each product of a step
 def route(M: int, N: int, K: int, block_size: int, dtype: torch.dtype, *, backward: bool = False) -> Route:
     """The kernels' name, tile, parts of the reduction, and why.
 

@@ -16,7 +16,7 @@ def forward(x: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None, N: in
     if r.name == "scratch":
 
         def rows(lo: int, hi: int, room: Tensor) -> Tensor:
-            out = room[: (hi - lo) * K].view(hi - lo, K)
+            out = room.as_strided((hi - lo, K), (K, 1))
             return scratch.decode(codes, absmax, lo, 0, K, block_size, out)
 
         return _frozen.forward(x, bias, N, K, routes.SCRATCH_BYTES, rows)
@@ -33,7 +33,8 @@ def backward(d_y: Tensor, codes: Tensor, absmax: Tensor, N: int, K: int, block_s
     if r.name == "scratch":
 
         def columns(lo: int, hi: int, room: Tensor) -> Tensor:
-            return scratch.decode(codes, absmax, 0, lo, K, block_size, room[: N * (hi - lo)].view(N, hi - lo))
+            out = room.as_strided((N, hi - lo), (hi - lo, 1))
+            return scratch.decode(codes, absmax, 0, lo, K, block_size, out)
 
         return _frozen.backward(d_y, N, K, routes.SCRATCH_BYTES, columns, COLUMNS)
     d_x = torch.empty(*d_y.shape[:-1], K, dtype=d_y.dtype, device=d_y.device)

@@ -58,7 +58,7 @@ def decode(codes: Tensor, absmax: Tensor, row0: int, col0: int, K: int, block_si
     if out.numel() == 0:
         return out
     with on(codes):
-        if all(n % GROUP == 0 for n in (K, col0, cols, block_size)):
+        if (K | col0 | cols | block_size) % GROUP == 0:  # all of them are whole groups: GROUP is a power of two
             count = rows * cols // GROUP
             _groups[(cdiv(count, GROUPS),)](
                 codes, absmax, out, K, row0, col0, cols, count, BLOCK_SIZE=block_size, GROUP=GROUP, GROUPS=GROUPS,
