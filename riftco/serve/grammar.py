@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from .batch import Refused
 # Python's json.dumps: what models write, and no white space without an end
 SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 KEPT = 32  # compiled grammars
+PROBED = 16  # tokens that are tried of a grammar before a reply begins
+NO_WORD_OF_IT = "doesn't satisfy the grammar"  # llguidance's, of a token; its other errors are limits that were reached
 
 
 class Matcher:
@@ -52,7 +54,10 @@ class Matcher:
     def _note(self) -> None:
         if self._state.is_error() and not self.failure:
             said = self._state.get_error().strip().partition("\n")[0]
-            self.failure = f"the grammar and the other options leave no token that may come next ({said})"
+            if NO_WORD_OF_IT in said:
+                self.failure = f"the grammar and the other options leave no token that may come next ({said})"
+            else:
+                self.failure = f"a limit of llguidance is reached ({said})"
 
 
 class Grammar:
@@ -98,10 +103,25 @@ class Grammars:
         if start.is_error():
             raise Refused(f"the grammar is refused: {start.get_error().strip()[:1000]}")
         made = Grammar(start, self.vocab, (tokens.vocab_size + 31) // 32)
-        first = made.matcher()
-        if not bool(first.allowed(torch.device("cpu")).any()) or first.failure:
-            raise Refused("the grammar is refused: no reply can keep to it")
+        if why := _probed(made.matcher(), self.tokenizer.stop_ids):
+            raise Refused(f"the grammar is refused: {why}")
         return made
+
+
+def _probed(matcher: Matcher, stops: Collection[int]) -> str:
+    """What is wrong with a grammar, as far as a reply's first tokens show it; mostly empty. Limits are reached on the
+    way."""
+    for n in range(PROBED):
+        allowed = matcher.allowed(torch.device("cpu"))
+        if matcher.failure:
+            return matcher.failure
+        may = [t for t in allowed.nonzero().flatten().tolist() if t not in stops]
+        if not may:
+            return "" if n or bool(allowed.any()) else "no reply can keep to it"
+        matcher.follow(may[0])
+        if matcher.done or matcher.failure:
+            return matcher.failure
+    return ""
 
 
 def text(literal: str) -> str:

@@ -59,7 +59,7 @@ class Finished:
         slot: where it ran.
         cached, prompt: how many tokens of the prompt were there already, of how many.
         learn: the outcome where the request was to teach; a turn that failed or was cancelled has none.
-        error: what went wrong.
+        error: what went wrong; refused: it was what the request asks for, not the server.
         drafted, accepted: tokens that were guessed, and of these how many were right.
     """
 
@@ -71,6 +71,7 @@ class Finished:
     error: str | None = None
     drafted: int = 0
     accepted: int = 0
+    refused: bool = False
 
 
 class Ticket:

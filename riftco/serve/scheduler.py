@@ -168,12 +168,12 @@ class Scheduler(Lessons):
             self._finish()
             return True
 
-    def _fail(self, turns: list[Turn], why: Exception | str) -> None:
+    def _fail(self, turns: list[Turn], why: Exception | str, refused: bool = False) -> None:
         """End turns by an error. What a forward wrote before it broke may have replaced rows of a sliding window."""
         for turn in turns:
             self.engine.cut(turn.slot.id, 0)
             said = why if isinstance(why, str) else f"{type(why).__name__}: {why}"
-            self._end(turn, Finished("error", turn.slot.id, error=said))
+            self._end(turn, Finished("error", turn.slot.id, error=said, refused=refused))
 
     def run(self) -> None:
         """Iterate until there is nothing left to do."""
@@ -403,7 +403,7 @@ class Scheduler(Lessons):
     def _take(self, turn: Turn, logits: torch.Tensor, tokens: list[int]) -> None:
         """Append chosen tokens to a turn's reply until it ends; rows of guesses that were wrong are taken back."""
         if turn.sampler.failure:
-            self._fail([turn], turn.sampler.failure)
+            self._fail([turn], turn.sampler.failure, refused=True)
             return
         turn.slot.state, request = State.DECODING, turn.ticket.request
         ends = turn.sampler.done  # by its grammar, with the last of these tokens

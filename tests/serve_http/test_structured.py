@@ -139,6 +139,52 @@ def test_bad_requests(url):
         assert httpx.post(f"{url}/completion", json={"prompt": "x", **body}, timeout=60).status_code == 400
 
 
+WIDE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3000)}, "required": ["p2999"]}
+
+
+def test_a_schema_beyond_a_limit_is_refused_before_it_begins(url):
+    """Its first token is within the limits, its second is not."""
+    given = {"type": "json_schema", "json_schema": {"name": "wide", "schema": WIDE}}
+    inside = {"type": "object", "properties": {"a": WIDE}, "required": ["a"]}
+    for path, body in (
+        ("/v1/chat/completions", {"messages": ASK, "response_format": given}),
+        ("/v1/chat/completions", {"messages": ASK, "response_format": given, "stream": True}),
+        ("/completion", {"prompt": "x", "json_schema": inside}),
+    ):
+        answer = httpx.post(f"{url}{path}", json=body, timeout=60)
+        said = answer.json()["error"]
+        assert answer.status_code == 400 and said["type"] == "invalid_request_error"
+        assert "a limit of llguidance is reached (Parser Error: Current row has" in said["message"]
+        assert "max is 2000" in said["message"] and len(said["message"]) < 500
+
+
+def test_a_limit_that_is_reached_later_ends_the_turn_as_the_requests(made, url, monkeypatch):
+    """Plain: 400. Streaming: an error event of that kind, behind what was said. Nobody else notices."""
+    compiled = made.grammars.compile(f"start: /[a-c]{{99}}/ {schema(WIDE)}")
+    monkeypatch.setattr(made.grammars, "compile", lambda _: compiled)
+    chat = {"messages": ASK, "response_format": FORMAT, "max_tokens": 200}
+    claude = {
+        "messages": ASK,
+        "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+        "max_tokens": 200,
+    }
+    form = {"input": "x", "text": {"format": {"type": "json_schema", "name": "place", "schema": SCHEMA}}}
+    native = {"prompt": "x", "json_schema": SCHEMA, "n_predict": 200}
+    for path, body in (
+        ("/v1/chat/completions", chat), ("/v1/messages", claude), ("/v1/responses", form), ("/completion", native),
+    ):  # fmt: skip
+        answer = httpx.post(f"{url}{path}", json=body, timeout=60)
+        assert answer.status_code == 400 and "a limit of llguidance is reached" in answer.json()["error"]["message"]
+        assert answer.headers["x-should-retry"] == "false"
+        beside = httpx.post(f"{url}/completion", json={"prompt": "x", "n_predict": 3}, timeout=60)
+        assert beside.json()["tokens_predicted"] == 3
+        stream = httpx.post(f"{url}{path}", json={**body, "stream": True}, timeout=60)
+        events = [json.loads(line[6:]) for line in stream.text.splitlines() if line.startswith("data: {")]
+        assert stream.status_code == 200 and len(events) > 2 and "a limit of llguidance is reached" in str(events[-1])
+        kind = events[-1].get("error", {}).get("type") or events[-1]["response"]["error"]["code"]
+        assert kind in ("invalid_request_error", "invalid_prompt")
+
+
 def test_odd_arguments_of_a_tool_are_refused(tokenizer):
     """In the format whose tags are written here, not by the grammar's compiler."""
     with served(service(templated(tokenizer, XML))) as url:

@@ -144,7 +144,7 @@ async def generation(
             ticket.stop()
     assert ended is not None
     if ended.why == "error":
-        raise ApiError(500, ended.error or "the turn failed")
+        raise ApiError(400 if ended.refused else 500, ended.error or "the turn failed")
     rest = "" if stops.found is not None else stops.add(text.rest()) + stops.held
     for part in parts(rest, final=True):
         yield part

@@ -221,5 +221,5 @@ async def responses_stream(service: Service, body: ResponsesRequest, ticket: Tic
     except ApiError as why:
         error = why.openai()["error"]
         yield event("error", {"code": error["code"], "message": error["message"], "param": error["param"]})
-        failed = {"code": "server_error", "message": why.message}
+        failed = {"code": "invalid_prompt" if why.status == 400 else "server_error", "message": why.message}
         yield event("response.failed", {"response": frame.response("failed", error=failed)})
