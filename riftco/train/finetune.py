@@ -259,6 +259,9 @@ def _tokens(config: FinetuneConfig, longest: int, vocabulary: int) -> TokenLoade
     if config.stream or config.eval_split:
         raise ConfigError("--stream and --eval-split are for JSONL; a token file is mapped, hold one out with --eval")
     arrays = load_tokens(config.data, vocabulary=vocabulary)
+    if arrays.topk_ids is not None and config.chunk is not None:
+        raise ConfigError(f"{config.data} has topk_ids: positions of several labels are not trained in chunks; "
+                          "leave --chunk out")  # fmt: skip
     corpus = arrays.ids.ndim == 1
     if corpus and config.steps is None:
         raise ConfigError(f"{config.data} is one corpus, drawn in windows without end; give --steps")

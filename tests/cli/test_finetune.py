@@ -382,6 +382,9 @@ def test_token_files_train_and_resume(riftco, model, tmp_path):
         (("--data", rows, "--batch-tokens", 8), "a row of 24 tokens does not fit a micro-batch of 8"),
     ):
         assert why in refused(riftco, tmp_path / "x", *few, *options)
+    soft = tmp_path / "soft.npz"
+    np.savez(soft, ids=ids, topk_ids=ids[..., None], topk_weights=np.ones((*ids.shape, 1), np.float32))
+    assert "leave --chunk out" in refused(riftco, tmp_path / "x", *few, "--data", soft, "--chunk", 8)
     np.save(corpus, np.array([VOCABULARY, 1, 2]))
     assert f"ids holds {VOCABULARY}" in refused(riftco, tmp_path / "x", *few, "--data", corpus, "--steps", 1)
 
