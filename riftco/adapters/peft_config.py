@@ -60,7 +60,11 @@ def _text_or_list(value: str | tuple[str, ...]) -> str | list[str]:
 
 
 def read_spec(folder: str | os.PathLike) -> LoraSpec:
-    """The LoraSpec of a PEFT folder; what riftco cannot honour is refused by name."""
+    """The LoraSpec of a PEFT folder.
+
+    Raises:
+        AdapterError: no adapter_config.json, one that is no JSON, or a setting that riftco cannot honour, by name.
+    """
     file = pathlib.Path(folder) / CONFIG
     if not file.is_file():
         raise AdapterError(f"{folder} is no adapter folder: it has no {CONFIG}")

@@ -65,7 +65,11 @@ def save_adapter(
 
 
 def base_weights_of(folder: str | os.PathLike) -> str | None:
-    """How the base was held while the adapter was trained, where the folder says so."""
+    """How the base was held while the adapter was trained ("nf4" or "packed"); None where the folder does not say.
+
+    Raises:
+        AdapterError: a note that is damaged.
+    """
     note = pathlib.Path(folder) / NOTE
     if not note.is_file():
         return None
@@ -76,7 +80,16 @@ def base_weights_of(folder: str | os.PathLike) -> str | None:
 
 
 def load_adapter_state(model: torch.nn.Module, state: Mapping[str, Tensor], source: str) -> None:
-    """Copy PEFT-keyed tensors into an adapted model: every tensor must be used, and every layer must be served."""
+    """Copy PEFT-keyed tensors into an adapted model.
+
+    Args:
+        model: with the adapter's layers.
+        state: PEFT's key -> tensor; every one must be used, and every layer must be served.
+        source: what a refusal calls it.
+
+    Raises:
+        AdapterError: a tensor that nothing takes, one that is lacking, or another shape, by name.
+    """
     want, copies = adapter_parameters(model), tied_copies(model)
     state = _without_bases(model, state, source)
     _check(state, {k: tuple(p.shape) for k, p in (want | copies).items()}, source)
@@ -123,6 +136,10 @@ def load_adapter(model: torch.nn.Module, folder: str | os.PathLike) -> LoraSpec:
     """Read a PEFT folder onto `model` (frozen, changed in place) and return its specification.
 
     Everything is checked before the model changes.
+
+    Raises:
+        AdapterError: a file that is missing or damaged, a setting that riftco cannot honour, an adapter of another
+            model, a model that carries one already.
     """
     spec = read_spec(folder)
     file = pathlib.Path(folder) / WEIGHTS

@@ -20,6 +20,9 @@ def base_digest(path: str | Path) -> str:
     end. At most 4 MiB is read per file, whatever its size; a file of up to 4 MiB is read whole. A change that keeps
     the sizes and falls between the blocks is not seen: a fine-tuned copy changes every tensor, and is. Moving or
     renaming the folder, or the GGUF file, does not change the digest.
+
+    Raises:
+        ModelError: a file that cannot be read.
     """
     path = Path(path)
     if path.is_dir():

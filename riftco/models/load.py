@@ -120,7 +120,16 @@ def load_model(
 def load_tokenizer(
     path: str | Path, *, cache_dir: str | Path | None = None, source: GGUFFile | SafetensorsFolder | None = None
 ) -> Tokenizer:
-    """The tokenizer and chat template of the model at `path`; see load_model."""
+    """The tokenizer and chat template of the model at `path`, a .gguf file or a Hugging Face folder.
+
+    Args:
+        path: as load_model's.
+        cache_dir: where a tokenizer converted from GGUF is kept, and found again; None: nowhere.
+        source: the opened model, where it is open already.
+
+    Raises:
+        ModelError: no such model, or one without a tokenizer or with one that cannot be read.
+    """
     source = source or open_source(path)
     if isinstance(source, SafetensorsFolder):
         return tokenizer.from_folder(source.path, source.config.eos_token_ids)

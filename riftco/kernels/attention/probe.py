@@ -42,9 +42,20 @@ def pick(
 def attention_backward(
     devices: Iterable[torch.device | str], dtype: torch.dtype, H: int, K: int, D: int, *, packed: bool = False
 ) -> Iterator[Choice]:
-    """`pick`, and that backward for every attention on these device types until the with-block ends, in all threads.
+    """Pick the backward of a run, and use it for every attention on these device types until the with-block ends, in
+    all threads.
 
-    Nothing inside changes it: not RIFTCO_IMPL, and a kernel that fails later is an error.
+    It is the devices' own if it runs for this head shape and agrees with the composed one (an NMSE of 1e-3 at most),
+    else the composed one. Nothing inside changes it: not RIFTCO_IMPL, and a kernel that fails later is an error.
+
+    Args:
+        devices: all that compute attention in the run.
+        dtype: of activations.
+        H, K, D: query heads, key heads, head dim.
+        packed: whether the run has packed documents.
+
+    Yields:
+        What was picked: `path`, "native" or "composed", and `why`.
 
     Raises:
         RuntimeError: an enclosing block, or one in another thread, has fixed another implementation.

@@ -37,7 +37,12 @@ write = define(
 
 @dataclass(frozen=True)
 class CacheLayer:
-    """k, v [slots, W, K, D] or [n_pages, page, K, D]; k_scale, v_scale [.., D / 32] float16 where they are int8."""
+    """Keys and values of one layer, any strides but for the head dim.
+
+    Attributes:
+        k, v: [slots, W, K, D] or [n_pages, page, K, D], float32, float16, bfloat16 or, of q8_0, int8.
+        k_scale, v_scale: float16 [.., D / 32] of q8_0, else None.
+    """
 
     k: Tensor
     v: Tensor
@@ -47,7 +52,12 @@ class CacheLayer:
 
 @dataclass(frozen=True)
 class Cache:
-    """The layers of all slots. block_table [slots, max_pages] int32 names the pages of each slot, or is None."""
+    """The layers of all slots.
+
+    Attributes:
+        layers: one a layer of the model.
+        block_table: int32 [slots, max_pages], the pages of each slot; None where a slot is one piece.
+    """
 
     layers: tuple[CacheLayer, ...]
     block_table: Tensor | None = None

@@ -11,10 +11,14 @@ def cross_entropy_time_range(logits: Tensor, target: Tensor, start: int | Tensor
     """`cross_entropy` of the labels at times start <= t < end of every row; the other positions carry no loss.
 
     Args:
-        logits: [B, T, V]. target: [B, T].
+        logits: [B, T, V], floating. Differentiable.
+        target: [B, T], int32 or int64.
         start, end: the same interval for all rows, or [B] integers, one interval a row; 0 <= start <= end <= T where
             they are numbers.
         options: `cross_entropy`'s. "mean" divides by the labelled positions inside the intervals.
+
+    Returns:
+        As `cross_entropy`; so are devices, numerics and source.
 
     Raises:
         ValueError: shapes or an interval that do not fit, and whatever `cross_entropy` refuses.
@@ -43,6 +47,20 @@ def per_token_logprobs(
     """log softmax(logits / temperature)[target] of every token, [...]; 0 where there is no label. Differentiable.
 
     Nothing of the logits' size is made by the forward, and the backward makes their gradient only.
+
+    Args:
+        logits: [..., V], float16/bfloat16/float32/float64. Differentiable.
+        target: [...], int32 or int64; a negative label and `ignore_index` mean "no label".
+        temperature: positive; logits are divided by it.
+        impl: "spec" runs the plain-torch meaning under autograd.
+
+    Returns:
+        float32 (float64 for float64 logits), at most 0.
+
+    Raises:
+        ValueError: a temperature that is not positive, and whatever `cross_entropy` refuses.
+
+    Devices, numerics and source: as `cross_entropy`.
     """
     number("per_token_logprobs", "temperature", temperature, "positive and finite", above=0)
     loss = cross_entropy(

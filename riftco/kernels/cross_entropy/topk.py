@@ -87,7 +87,14 @@ def topk_cross_entropy(
     Returns:
         The loss: float32 (float64 for float64 logits); a scalar, or [...] for reduction "none".
 
-    Devices: cpu, cuda (Triton), mps (Metal), xla. Deterministic. Memory: the gradient, made in the backward; O(rows k).
+    Raises:
+        ValueError: shapes, dtypes, devices or options that do not fit, each named; weights that require a gradient.
+        IndexError: an id >= V with a weight, with RIFTCO_CHECK=1.
+
+    Devices: cpu, cuda (Triton), mps (Metal), xla.
+    Numerics: as `cross_entropy`; the gradient at the ids is made of differences, so that confident rows keep their
+        digits. Deterministic. Memory: the gradient, made in the backward; O(rows k).
+    Source: Hinton et al. 2015, "Distilling the knowledge in a neural network", section 2, on the teacher's top k.
     """
     _check(logits, ids, weights, row_weight, reduction, denominator, impl)
     check_options("topk_cross_entropy", NO_LABEL, 0.0, 0.0, softcap, logit_scale)

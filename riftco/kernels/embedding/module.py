@@ -96,6 +96,14 @@ class LoRAEmbedding(LoRAOptions, _OverEmbedding):
     no elements to hide; `dropout` is kept for a head that shares the adapter.
 
     The gradient of A is summed over equal ids in their order, as Embedding's; only [n, R] is kept for the backward.
+
+    Args:
+        base: an nn.Embedding or GGUFEmbedding [V, C]; frozen.
+        rank: R.
+        alpha, use_rslora, use_dora, dropout, dtype: see above.
+
+    Raises:
+        ValueError: an embedding with max_norm or sparse=True.
     """
 
     lora_magnitude_vector: Tensor | None
@@ -158,6 +166,10 @@ class TrainableTokens(_OverEmbedding):
     `trainable_tokens_delta` [n, C] holds those rows themselves, not differences; it starts as theirs. No copy of W is
     made: each token's row is looked up in W or among the trained ones, and their gradient is summed over equal ids in
     the ids' order. float32 unless `dtype` says otherwise.
+
+    Raises:
+        ValueError: `token_indices` that are empty, not distinct or outside of [0, V); an embedding with max_norm or
+            sparse=True.
     """
 
     row_of: Tensor

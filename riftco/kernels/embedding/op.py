@@ -163,7 +163,18 @@ def embedding(
 
 
 def gather_rows(x: Tensor, ids: Tensor, *, impl: str | None = None) -> Tensor:
-    """Row ids[...] of x [N, C] -> [..., C], as x[ids]. Ids, gradient, devices and errors as `embedding`."""
+    """Row ids[...] of x, as x[ids].
+
+    Args:
+        x: [N, C], float16/bfloat16/float32/float64, rows of any stride. Differentiable.
+        ids: int32 or int64, any shape and strides, each in [0, N).
+        impl: "spec" runs the plain-torch meaning under autograd (double backward works).
+
+    Returns:
+        [..., C] in x's dtype, contiguous.
+
+    Raises, devices and numerics: as `embedding`.
+    """
     _check("gather_rows", x, "x", ids, impl)
     return _embedding(x, ids, None, False, impl)
 

@@ -19,6 +19,15 @@ class GGUFLinear(nn.Module):
     `weight` is a GGUFWeight, not a Parameter: it follows the module between devices and no cast touches it. State keys:
     weight (uint8 [out_features, bytes of a row]), weight.ggml_type (int32, GGML's number of the format) and bias. A
     state_dict of another format loads; the format is then that of the state.
+
+    Args:
+        in_features, out_features: K, a multiple of the format's block, and N.
+        bias: whether there is a bias [N].
+        format: GGML's name, such as "Q4_K".
+        device, dtype: of the bias.
+
+    Raises:
+        ValueError: a format that cannot be read back for a gradient, or a K that it cannot hold.
     """
 
     bias: Tensor | None

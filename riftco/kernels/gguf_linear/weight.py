@@ -17,11 +17,16 @@ from .formats import Format, format_of
 class GGUFWeight:
     """W [N, K] as packed blocks. Never cast: `.to(dtype)` of a module leaves the bytes as they are.
 
+    Attributes:
+        packed: uint8 [N, bytes of a row].
+        format: GGML's name, such as "Q4_K".
+        shape: (N, K), K a multiple of the format's block.
+
     Raises:
         ValueError: a format that cannot be read back for a gradient, with the remedy; bytes that do not fit the shape.
     """
 
-    packed: Tensor  # uint8 [N, bytes of a row]
+    packed: Tensor
     format: str
     shape: tuple[int, int]
 

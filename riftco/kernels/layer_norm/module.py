@@ -7,7 +7,15 @@ from .op import layer_norm
 
 
 class LayerNorm(nn.Module):
-    """Layer normalisation over the last dimensions, with torch.nn.LayerNorm's arguments and state_dict."""
+    """Layer normalisation over the last dimensions, with torch.nn.LayerNorm's arguments and state_dict.
+
+    Args:
+        normalized_shape: the last dimensions of x.
+        eps: added to the variance.
+        elementwise_affine: whether there are a `weight` and a `bias` [normalized_shape].
+        bias: whether there is a bias beside the weight.
+        device, dtype: of both.
+    """
 
     def __init__(
         self,
@@ -37,7 +45,8 @@ class LayerNorm(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """y; with a residual (norm of x + residual, x + residual), made in one pass."""
+        """x [..., *normalized_shape] -> y; with a residual of its shape (norm of x + residual, x + residual), made in
+        one pass. y in x's dtype, the sum in the dtype that x and the residual promote to."""
         n = len(self.normalized_shape)
         if x.shape[x.dim() - n :] != self.normalized_shape:
             raise ValueError(f"LayerNorm: x must end in {self.normalized_shape}; got {tuple(x.shape)}")

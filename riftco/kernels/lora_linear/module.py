@@ -25,6 +25,13 @@ class LoRALinear(LoRAOptions, nn.Module):
     allocated or drawn, for weights that are set afterwards). With `use_dora`, `lora_magnitude_vector` [N] starts as the
     norm of each row of the base's weight. State keys: base_layer.*, lora_A.weight, lora_B.weight,
     lora_magnitude_vector, as in PEFT files.
+
+    Args:
+        base: the layer [N, C]; frozen.
+        rank: R, 1 to 256.
+        alpha: see above.
+        dropout: probability of dropping an element of the adapter's x in training mode.
+        use_rslora, use_dora, dtype, device: see above.
     """
 
     max_rank = MAX_RANK
@@ -140,6 +147,9 @@ def linear_group(x: Tensor, layers: Sequence[nn.Module], rows: Tensor | None = N
         x: [..., C].
         layers: modules of C inputs, of any kind.
         rows: as in LoRALinear.forward, for all LoRALinear.
+
+    Returns:
+        One [..., N] for each layer, in their order.
     """
     together = [layer for layer in layers if isinstance(layer, LoRALinear) and _joins(layer)]
     options = [_options(layer) for layer in together]

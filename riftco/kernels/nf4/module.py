@@ -19,6 +19,13 @@ class NF4Linear(nn.Module):
     state_dict keys are bitsandbytes' (weight, weight.absmax, weight.quant_map, weight.nested_absmax,
     weight.nested_quant_map, weight.quant_state.bitsandbytes__nf4). A bitsandbytes.nn.Linear4bit (nf4) state_dict
     loads without requantising; block size and double quantisation are then those of the file.
+
+    Args:
+        in_features, out_features: K and N.
+        bias: whether there is a bias [N].
+        block_size: weights that share one absmax.
+        double_quant: whether the absmax are themselves held in 8 bits.
+        device, dtype: of the bias, and the dtype that bitsandbytes' files name; default PyTorch's.
     """
 
     bias: Tensor | None

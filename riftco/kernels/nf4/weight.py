@@ -33,13 +33,24 @@ class NF4Weight:
 
     `scale` is the float32 absmax that kernels read: `absmax` itself, or, for double quantisation, its expansion, made
     once when the object is built (half a bit a weight). It is derived, so no state_dict carries it.
+
+    Attributes:
+        codes: uint8 [ceil(numel / 2), 1], the even element in the high nibble.
+        absmax: [ceil(numel / block_size)], float32, or uint8 codes of the second level.
+        shape: of the weight.
+        block_size: neighbours along the flattened weight that share one absmax.
+        dtype: of the weight before it was quantised; kept for the file.
+        nested: the second level of double quantisation, or None.
+
+    Raises:
+        ValueError: parts that do not fit the shape.
     """
 
-    codes: Tensor  # uint8 [ceil(numel / 2), 1]; the even element in the high nibble
-    absmax: Tensor  # float32, or uint8 codes of the second level, [ceil(numel / block_size)]
+    codes: Tensor
+    absmax: Tensor
     shape: tuple[int, ...]
     block_size: int = 64
-    dtype: torch.dtype = torch.float32  # of the weight before it was quantised; kept for the file
+    dtype: torch.dtype = torch.float32
     nested: NestedAbsmax | None = None
     scale: Tensor = field(init=False, repr=False)
 

@@ -9,7 +9,12 @@ from .op import rms_norm
 class RMSNorm(nn.Module):
     """RMS normalisation over the last dimensions, with torch.nn.RMSNorm's arguments and state_dict.
 
-    `offset` is added to the weight, which starts at 1 - offset: Gemma's (1 + weight) is offset=1.0.
+    Args:
+        normalized_shape: the last dimensions of x.
+        eps: added to the mean of squares; None: the eps of float32, for a float64 x of float64.
+        elementwise_affine: whether there is a `weight` [normalized_shape].
+        device, dtype: of the weight.
+        offset: added to the weight, which starts at 1 - offset: Gemma's (1 + weight) is offset=1.0.
     """
 
     def __init__(
@@ -39,7 +44,8 @@ class RMSNorm(nn.Module):
             nn.init.constant_(self.weight, 1.0 - self.offset)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """y; with a residual (norm of x + residual, x + residual), made in one pass."""
+        """x [..., *normalized_shape] -> y; with a residual of its shape (norm of x + residual, x + residual), made in
+        one pass. y in x's dtype, the sum in the dtype that x and the residual promote to."""
         n = len(self.normalized_shape)
         if x.shape[x.dim() - n :] != self.normalized_shape:
             raise ValueError(f"RMSNorm: x must end in {self.normalized_shape}; got {tuple(x.shape)}")

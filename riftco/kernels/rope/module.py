@@ -10,8 +10,16 @@ from .tables import rope_tables
 
 
 class RotaryEmbedding(nn.Module):
-    """Holds `rope_tables`' cos and sin (float32 whatever the module is cast to, and not in the state_dict) and turns q
-    and k by them. Arguments as `rope_tables` and `rope`.
+    """Holds `rope_tables`' cos and sin (float32 whatever the module is cast to, and not in the state_dict) and turns
+    q [B, T, H, D] and k [B, T, K, D] by them; positions int32 or int64 [B, T], by default 0, 1, ...
+
+    Args:
+        head_dim, max_position, theta, scaling: as `rope_tables`.
+        interleaved: pairs (2 i, 2 i + 1) instead of (i, i + R / 2), as `rope`.
+        device: of the tables.
+
+    Raises:
+        ValueError: what `rope_tables` and `rope` refuse.
     """
 
     cos: Tensor

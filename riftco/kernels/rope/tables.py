@@ -41,6 +41,8 @@ def rope_tables(
     Raises:
         ValueError: an unknown rope_type, a missing key, or an odd R, each named.
 
+    Devices: any that PyTorch has; plain torch.
+    Numerics: float32, as transformers makes them.
     Source: Su et al. 2021 (RoFormer); Peng et al. 2023 (YaRN), sections 3.2 to 3.4; Ding et al. 2024 (LongRoPE);
         Llama 3.1's published scaling.
     """
@@ -57,7 +59,11 @@ def rope_frequencies(
     scaling: Mapping[str, Any] | None = None,
     device: torch.device | str | None = None,
 ) -> tuple[Tensor, float]:
-    """(radians a position [R / 2], factor on cos and sin); arguments as `rope_tables`."""
+    """What `rope_tables` makes its tables of, with its arguments and errors.
+
+    Returns:
+        (inv_freq, factor): float32 [R / 2] in radians a position, and what cos and sin are multiplied by.
+    """
     whole("rope_tables", "head_dim", head_dim, "at least 2", least=2)
     whole("rope_tables", "max_position", max_position, "at least 0", least=0)
     number("rope_tables", "theta", theta, "positive and finite", above=0)
