@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..embedding.module import LoRAEmbedding, LoRAOptions, SharedHead
 from ..gguf_linear.module import GGUFLinear
 from ..nf4.module import NF4Linear
-from .check import MAX_RANK
+from .checks import MAX_RANK
 from .dora import rescale, weight_norm
 from .op import lora_linear, lora_linear_group
 

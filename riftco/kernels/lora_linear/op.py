@@ -13,7 +13,7 @@ from .._frozen_product import bias_gradient
 from .._frozen_weight import FrozenWeight
 from . import spec
 from .base import dtypes, pack
-from .check import check, check_magnitude
+from .checks import check, check_magnitude
 from .dora import rescale, weight_norm
 
 HERE = "riftco.kernels.lora_linear"
