@@ -25,7 +25,7 @@ API = (
 ROOMS = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "riftco" / "kernels").glob("*/README.md"))
 INSIDE = [*ROOMS, "riftco/cpu/README.md", "csrc/README.md"]
 PAGES = ["README.md", "DESIGN.md", "CHANGELOG.md", *INSIDE]
-LINKED = ("docs/*.md", "docs/*.png", "bench/results/*.csv", "examples/*.py")  # as they are
+LINKED = ("docs/*.md", "docs/*.png", "docs/*.svg", "bench/results/*.csv", "examples/*.py")  # as they are
 
 
 def exported(module: str) -> tuple[str, list[str]]:
