@@ -76,26 +76,47 @@ def test_launchers_import_no_other_op(room):
         assert not imports(file) & others, file
 
 
+PUBLIC = {"functional", "nn", "optim"}
+ALLOWED = {
+    "metal": {"kernels"},
+    "tpu": {"kernels"},
+    "cpu": set(),
+    "kernels": {"metal", "tpu"},
+    "nn": {"kernels"},
+    "models": {"functional", "nn", "tpu", "cpu"},  # tpu: what the device is called, and how it is read
+    "adapters": {"functional", "nn", "models"},
+    "data": set(),
+    "train": {*PUBLIC, "models", "adapters", "data", "tpu", "cpu"},
+    "integrations": {"functional", "nn"},
+    "serve": {*PUBLIC, "models", "adapters", "data", "train"},
+    # the next three look inside
+    "memory": {*PUBLIC, "kernels", "models", "adapters", "train"},
+    "bench": {*PUBLIC, "kernels", "models", "adapters", "data", "train", "serve"},
+    "doctor": {"kernels", "metal", "tpu", "cpu", "train", "bench"},
+    "cli": {"models", "train", "serve", "memory", "doctor"},  # bench by name, as each command of it is asked for
+}
+
+
 def test_layers_point_one_way():
-    """models, adapters, data, train, serve, integrations and cli use public functions; nothing below imports them."""
-    order = ["kernels", "nn", "models", "adapters", "data", "train", "serve", "integrations", "cli"]
-    allowed = {
-        "kernels": {"kernels", "metal", "tpu"},
-        "nn": {"kernels"},
-        "models": {"functional", "nn", "models", "tpu", "cpu"},  # tpu: what the device is called, and how it is read
-        "adapters": {"functional", "nn", "models", "adapters"},
-        "data": {"data"},
-        "train": {"functional", "nn", "optim", "models", "adapters", "data", "train", "tpu", "cpu"},
-        "integrations": {"functional", "nn", "integrations"},
-        "serve": {"functional", "nn", "optim", "models", "adapters", "data", "train", "serve"},
-    }
-    for layer in order:
+    """What stands over the ops uses their public functions; nothing below imports what is above."""
+    assert {p.parent.name for p in PACKAGE.glob("*/__init__.py")} == set(ALLOWED)
+    for layer, others in ALLOWED.items():
         for file in (PACKAGE / layer).rglob("*.py"):
-            if layer not in allowed:
-                continue
-            used = {n.split(".")[1] for n in imports(file) if n.startswith("riftco.") and n.count(".") >= 1}
-            used -= {"__version__", "explain"}
-            assert used <= allowed[layer], f"{file.relative_to(ROOT)} imports {sorted(used - allowed[layer])}"
+            used = {n.split(".")[1] for n in imports(file) if n.startswith("riftco.")}
+            more = used - others - {layer, "__version__", "explain"}
+            assert not more, f"{file.relative_to(ROOT)} imports {sorted(more)}"
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this copy has no repository to ask for its files")
+def test_the_design_names_every_part():
+    """Each folder, room and shared module of git's stands in DESIGN.md."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    parts = {f.partition("/")[0] for f in tracked if "/" in f} - {"riftco"}
+    parts |= {f.split("/")[1].removesuffix(".py") for f in tracked if f.startswith("riftco/") and f.endswith(".py")}
+    parts |= {f.split("/")[2] for f in tracked if f.startswith("riftco/kernels/") and f.endswith(".py")}
+    text = (ROOT / "DESIGN.md").read_text()
+    missing = {p for p in parts if not p.startswith("__") and f"`{p}" not in text and f"/{p}`" not in text}
+    assert not missing
 
 
 def test_who_starts_a_backward():
