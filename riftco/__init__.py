@@ -8,7 +8,10 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_SUBMODULES = ("functional", "nn", "optim", "models", "adapters", "data", "train", "integrations", "bench")
+_SUBMODULES = (
+    "functional", "nn", "optim", "models", "adapters", "data", "train", "serve", "integrations", "memory", "doctor",
+    "bench",
+)  # fmt: skip
 _NAMES = {
     "explain": "riftco.kernels._contract",
     "patch": "riftco.integrations.transformers",
