@@ -56,5 +56,5 @@ def grpo_loss(
     loss = -torch.minimum(ratio * gain, ratio.clamp(1 - clip[0], 1 + clip[1]) * gain)
     if reference is not None:
         gap = reference - log_p
-        loss = loss + beta * (gap.exp() - gap - 1)
+        loss = loss + beta * (gap.expm1() - gap)  # of a small gap half its square, far below the last digit of 1
     return torch.where(counts, loss, 0.0).sum() / counts.sum().clamp(min=1)

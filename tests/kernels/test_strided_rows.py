@@ -1,4 +1,4 @@
-"""Contracts A5.1, A5.2, A5.7: softmax's gradient and padding at the left on rows apart; what has a gradient."""
+"""Contracts A5.1, A5.2, A5.6, A5.7: softmax's gradient and padding at the left on rows apart; what has a gradient."""
 
 import pytest
 import support
@@ -85,6 +85,41 @@ def test_rms_norm_backward(device, name):
     want = torch.autograd.grad(riftco.rms_norm(*exact, impl="spec"), exact, d.double())
     for a, b in zip(got, want):
         torch.testing.assert_close(a, b.float(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", views("cpu"))
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "swiglu"])
+def test_the_second_operand_lies_as_it_likes(device, name, op, monkeypatch):
+    """A sum's residual, a product's other factor and the upstream, transposed too: read by their strides, with no copy
+    beforehand, and the bits of contiguous ones."""
+    on = device.torch_device
+    other, d = views(on)[name], views(on)[name]
+    x, w = torch.randn(other.shape, device=on), torch.randn(other.shape[-1], device=on)
+    functions = {
+        "rms_norm": lambda x, w, r: riftco.rms_norm(x, w, residual=r)[0],
+        "layer_norm": lambda x, w, r: riftco.layer_norm(x, w, residual=r)[0],
+        "swiglu": lambda x, w, r: riftco.swiglu(x, r),
+    }
+    copied, real = [], torch.Tensor.contiguous
+
+    def spy(t, *args, **kwargs):
+        if t.data_ptr() in (other.data_ptr(), d.data_ptr()) and not t.is_contiguous():
+            copied.append(t.stride())
+        return real(t, *args, **kwargs)
+
+    results = []
+    for apart in (False, True):
+        leaves = [t.detach().requires_grad_() for t in (x, w, other if apart else other.contiguous())]
+        upstream = d if apart else d.contiguous()
+        with device.use(), monkeypatch.context() as patch:
+            if apart:
+                patch.setattr(torch.Tensor, "contiguous", spy)
+            out = functions[op](*leaves)
+            results.append((out, *torch.autograd.grad(out, leaves, upstream, allow_unused=op == "swiglu")))
+    assert not copied
+    for a, b in zip(*results):
+        assert (a is None and b is None) or torch.equal(a, b)
 
 
 def test_one_predicate_says_what_has_a_gradient():
