@@ -34,6 +34,10 @@ def _seed():
     torch.manual_seed(0)
 
 
+def pytest_runtest_setup(item):
+    support.skip_without_a_gpu(item)
+
+
 def pytest_terminal_summary(terminalreporter):
     """How many cases ran per device, and what was skipped and why."""
     ran: collections.Counter = collections.Counter()

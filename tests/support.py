@@ -94,6 +94,12 @@ SPEC = Device("cpu-spec", "cpu", "spec", lambda: "")  # what serves float64, and
 MARKS = {"cuda": pytest.mark.gpu, "xla": pytest.mark.xla}
 
 
+def skip_without_a_gpu(item: pytest.Item) -> None:
+    """The mark alone decides."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+
+
 def device_params(names: tuple[str, ...] | None = None) -> list:
     """pytest params of the devices; those that cannot run here skip with the reason."""
     params = []

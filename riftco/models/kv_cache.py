@@ -101,6 +101,7 @@ class KVCache:
         self.slots, self.window, self.dtype, self.layout = slots, window, named, layout
         self.states: Mapping[int, State] = dict(states or {})
         self.lengths = [0] * slots
+        self.changes = [0] * slots  # how often each slot was written or cut: who reads it twice reads the same rows
         self.device = torch.device(device)
         self.groups: list[Rows] = []
         self._place: dict[int, tuple[Rows, int]] = {}
@@ -177,6 +178,8 @@ class KVCache:
         ends = {slot: self.lengths[slot] + count for slot, count in runs}
         for group in self.groups:
             group.check_room(ends)
+        for slot in named:
+            self.changes[slot] += 1
         for group in self.groups:
             group.reserve(ends)
 
@@ -190,6 +193,7 @@ class KVCache:
     def cut(self, slot: int, length: int) -> None:
         """Forget a slot's positions from `length` on; nothing changes where `check_cut` raises."""
         self.check_cut(slot, length)
+        self.changes[slot] += 1
         for group in self.groups:
             group.cut(slot, length)
         for state in self.states.values() if not length else ():
@@ -257,6 +261,7 @@ class KVCache:
         for group, (first, tensors) in zip(self.groups, saved.rows):
             group.check_put(slot, saved.start, first, saved.end, tensors)
             group.check_room({slot: saved.end})
+        self.changes[slot] += 1
         for group, (first, tensors) in zip(self.groups, saved.rows):
             if saved.end < self.lengths[slot]:
                 group.cut(slot, saved.end)

@@ -103,7 +103,8 @@ class _Run:
         self.cache = cache or Cache.allocate(1, 1, 1, *shape[1:], dtype="float32", device=device)
         self.shared, self.before = cache is None, before
         self.slots, self.positions = torch.tensor([[slot], [prefix]], device=device).unbind()
-        self.run, self.filling, self.reach = run, False, reach
+        self.run, self.filling, self.reach, self.slot = run, False, reach, slot
+        self.changes = self._changes()
         self.begin((0, 0))
 
     @property
@@ -150,6 +151,10 @@ class _Run:
             return self.cache.layer(layer)
         return self.cache, 0 if self.shared else layer
 
+    def _changes(self) -> int:
+        """Of the slot that is read; attention's own version counter is off, as other slots may be written meanwhile."""
+        return self.cache.changes[self.slot] if isinstance(self.cache, KVCache) else 0
+
     def surrogate(self) -> tuple[list[Tensor], list[Tensor]]:
         """The chunk's own rows, and what later chunks put on them: roots of its backward beside the loss."""
         roots, grads = [], []
@@ -161,7 +166,14 @@ class _Run:
         return roots, grads
 
     def collect(self) -> None:
-        """After the backward: what this chunk puts on earlier rows."""
+        """After the backward: what this chunk puts on earlier rows.
+
+        Raises:
+            RuntimeError: the slot was written meanwhile; backward and recomputation may have read other rows.
+        """
+        if self._changes() != self.changes:
+            raise RuntimeError(f"walk: slot {self.slot} was written while a chunk's backward was still to read it")
+
         for layer, taps in self.taps.items():
             for tap, adjoint in zip(taps, (self.d_keys[layer], self.d_values[layer])):
                 if tap.grad is not None:

@@ -71,6 +71,36 @@ def test_a_kernel_that_is_wrong_is_named(riftco, quick, monkeypatch):
     assert f"{len(suite['failures'])} FAILED" in text.splitlines()[-1] and suite["failures"][0] in text
 
 
+def test_a_case_that_cannot_be_built_hurts_no_other(riftco, quick, monkeypatch):
+    """Its name and its error are findings; the op's other cases, the other ops and the trainings run all the same."""
+    first, real = swiglu_cases.CASES[0], swiglu_cases.make_inputs
+
+    def make_inputs(case, generator):
+        if case is first:
+            raise RuntimeError("the weight has no data")
+        return real(case, generator)
+
+    sound = json.loads(riftco("doctor", "--device", "cpu", "--json").stdout)["suites"]
+    monkeypatch.setattr(swiglu_cases, "make_inputs", make_inputs)
+    found = json.loads(riftco("doctor", "--device", "cpu", "--json", code=1).stdout)
+    swiglu, rope = found["suites"]
+    assert len(swiglu["failures"]) == 3 and all("the weight has no data" in f for f in swiglu["failures"])
+    assert all(f.startswith(f"{first.name}, ") for f in swiglu["failures"])
+    assert (swiglu["passed"], rope["passed"]) == (sound[0]["passed"] - 3, sound[1]["passed"])
+    assert len(found["trainings"]) == 3 and not any(t["failure"] for t in found["trainings"])
+
+
+def test_its_counts_are_of_all_small_cases():
+    """Of every op, forward and backward against float64, in each dtype; the rest is named as not run."""
+    for room in ("cross_entropy", "embedding"):
+        cases = support.rooms()[room]
+        suite = report._suite(room, "cpu")
+        small = [c for c in cases.CASES if not c.slow]
+        assert suite.passed == len(small) * len(getattr(cases, "DTYPES", report.DTYPES)) and not suite.failures
+    without = {name for name, cases in support.rooms().items() if not cases.GRADS}
+    assert without == {"adam"}, "every other op's cases compare gradients"
+
+
 def test_a_training_that_does_not_learn_or_leaves_the_cpus_is_named(monkeypatch):
     good = tiny.train_tiny(tiny.TinyRun(2))
 

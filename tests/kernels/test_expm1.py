@@ -48,7 +48,7 @@ def test_a_small_divergence_is_no_rounding_error(gap):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("loss", ["cross_entropy", "topk", "sliced head"])
 def test_a_confident_row_keeps_its_gradient(device, loss):
-    """The label's gradient p - 1 where p is 1 but for 1e-1 to 1e-12: six digits of it, where the difference has none."""
+    """The label's gradient p - 1 where p is 1 but for 1e-1 to 1e-12: six digits, where the difference has none."""
     on = device.torch_device
     margins = torch.linspace(2.0, 28.0, 14)
     logits = torch.stack([margins, torch.zeros(14), torch.full((14,), -1.0)], -1)

@@ -1,5 +1,6 @@
 """`recomputed`: what a layer saves of an activation is made again, bit for bit, and nothing else changes."""
 
+import contextlib
 import gc
 import weakref
 
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from riftco.functional import geglu, layer_norm, recomputed, rms_norm, swiglu
+from riftco.kernels.swiglu import op as swiglu_op
 from riftco.nn import LoRALinear, SwiGLU
 
 DEVICES = support.device_params(("cpu", "cpu-triton", "cuda"))
@@ -132,6 +134,32 @@ def test_twice_through_one_graph():
     first = torch.autograd.grad(out, (x, *layer.parameters()), retain_graph=True)
     second = torch.autograd.grad(out, (x, *layer.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_every_reader_of_an_activation_is_counted(checkpointed, monkeypatch):
+    """One that three layers read, one of them twice, is made again once for each that keeps it, and its gradient is the
+    sum over all of them; a value that leaves the block and one that stays in it are told apart after the rewriting."""
+    layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+    x = torch.randn(4, 6, requires_grad=True)
+    made, real = [], swiglu_op.GatedLinearUnit.again
+    monkeypatch.setattr(swiglu_op.GatedLinearUnit, "again", staticmethod(lambda *a: (made.append(1), real(*a))[1]))
+
+    def block(x, spare=True):
+        h = swiglu(x, 2 * x)
+        with recomputed(h) if spare else contextlib.nullcontext():
+            a = layers[0](h) + layers[1](h) + layers[2](h) * layers[2](h).sin()
+        return a + x, h  # h is read once more outside
+
+    def grads(out, h):
+        return torch.autograd.grad((out * h.cos()).sum(), [x, *layers.parameters()])
+
+    want = grads(*block(x, spare=False))
+    assert not made
+    got = grads(*(checkpoint(block, x, use_reentrant=False) if checkpointed else block(x)))
+    assert len(made) == 4
+    for a, b in zip(got, want):
+        assert torch.equal(a, b)
 
 
 def test_where_it_does_nothing():

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from riftco.adapters import LoraSpec, apply_lora
 from riftco.functional import Cache
-from riftco.models import Decoder, DecoderConfig
+from riftco.models import Decoder, DecoderConfig, KVCache
 from riftco.models.rotary import Rope
 from riftco.nn import NF4Linear
 from riftco.train import read, walk, walk_runs
@@ -181,6 +181,39 @@ def test_a_walk_writes_nothing_into_the_cache(recompute):
     walk(model, *row(RUN), chunk=6, cache=cache, prefix=PREFIX, recompute=recompute)
     assert all(torch.equal(a, b) for a, b in zip(before, tensors(cache), strict=True))
     assert versions == [t._version for t in tensors(cache)]
+
+
+@pytest.mark.parametrize("how", ["read on", "cut", "restored", "another slot"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_slot_that_is_written_before_the_backward_has_read_it(recompute, how, monkeypatch):
+    """What a chunk's forward read, its backward and its blocks that run again read too, or the walk ends by name.
+    Another slot is of no matter: neighbours are served meanwhile."""
+    model, (ids, target), grads, real = decoder(), row(RUN), [], Decoder.head_loss
+    for changes in (False, True):
+        cache = KVCache(model.config, 2, WINDOW, layout="paged", page_size=8)
+        with torch.no_grad():
+            model(row(PREFIX, seed=9)[0], kv_cache=cache.begin([(0, PREFIX)]))
+        saved = cache.snapshot(0)
+
+        @torch.no_grad()
+        def write(cache=cache, saved=saved):
+            if how == "cut":
+                cache.cut(0, PREFIX - 1)
+            elif how == "restored":
+                cache.restore(saved, 0)
+            else:
+                model(ids[:3], kv_cache=cache.begin([(int(how == "another slot"), 3)]))
+
+        with monkeypatch.context() as patch:
+            if changes:
+                patch.setattr(Decoder, "head_loss", lambda *a, _write=write, **o: (real(*a, **o), _write())[0])
+            if changes and how != "another slot":
+                with pytest.raises(RuntimeError, match="walk: slot 0 was written while a chunk's backward"):
+                    walk(model, ids, target, chunk=6, cache=cache, prefix=PREFIX, recompute=recompute)
+                return
+            walk(model, ids, target, chunk=6, cache=cache, prefix=PREFIX, recompute=recompute)
+            grads.append(gradients(model))
+    assert torch.equal(*grads)
 
 
 def test_runs_of_a_row_and_the_cache_that_they_leave():
