@@ -31,6 +31,54 @@ SHOWN = {
     ),
     "decode": ("weights", "cache", "slots", "context", "path", "tokens_s", "best_tokens_s"),
     "load": ("size", "weights", "stored_gib", "load_s", "held_gib", "peak_gib", "layer_gib", "host_anonymous_peak_gib"),
+    "step": (
+        "step",
+        "variant",
+        "median_ms",
+        "host_ms",
+        "launches",
+        "tokens_s",
+        "peak_gib",
+        "pool_gib",
+        "capture_s",
+        "commit",
+    ),
+    "many_gpus": (
+        "case",
+        "size",
+        "processes",
+        "batch",
+        "seq",
+        "status",
+        "tokens_s",
+        "times_one",
+        "peak_gib",
+        "cap_gib",
+        "commit",
+    ),
+    "learn": (
+        "size",
+        "cache",
+        "slots",
+        "window",
+        "prompt",
+        "reply",
+        "chunk",
+        "recompute",
+        "learning",
+        "tokens_s",
+        "p50_ms",
+        "p95_ms",
+        "p99_9_ms",
+        "longest_ms",
+        "learn_ms",
+        "plain_ms",
+        "adjoint_mib",
+        "learn_peak_mib",
+        "reserved_gib",
+        "cosine",
+        "commit",
+    ),
     "sft": ("method", "competitor", "steps", "wall_s", "cpu_s", "peak_mib", "first_loss", "last_loss"),
 }
 
@@ -90,9 +138,9 @@ def section(file: pathlib.Path) -> str:
     elif "kernel" in rows[0]:
         body = of_kinds(rows)
     else:
-        shown = SHOWN[kind]
+        shown = [s for s in SHOWN[kind] if s in rows[0]]
         body = table([s.replace("_", " ") for s in shown], [[number(r[s]) for s in shown] for r in rows])
-    runs = dict.fromkeys(tuple(r.get(m, "") for m in MACHINE) for r in rows)
+    runs = dict.fromkeys(tuple(r.get(m, "")[: 10 if m == "date" else None] for m in MACHINE) for r in rows)
     said = "; ".join(
         f"{machine}, {date}, commit {commit}, torch {torch}, Triton {triton or 'none'}"
         for machine, date, commit, torch, triton in runs

@@ -45,7 +45,7 @@ BY_DEFAULT = ("small", "8b-1x512", "8b-2x4096")
 VARIANTS = ("eager", "step graph", "compiled blocks")
 RATE = 1e-4
 CALLS = tuple(f"{api}{call}" for api in ("cuda", "cu") for call in ("Launch", "Memcpy", "Memset", "GraphLaunch"))
-SAME = 2e-5  # of a replayed step's loss: outside of deterministic mode cuBLAS may cut a sum another way
+SAME = 2e-4  # of a replayed step's loss: outside of deterministic mode attention's backward adds dQ in any order
 CHECKED = 6  # steps whose losses are compared; a graph replays from the third on
 COLUMNS = (
     "step", "variant", "status", "why", "median_ms", "p10_ms", "p90_ms", "host_ms", "launches", "tokens_s", "steps",

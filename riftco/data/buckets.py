@@ -1,4 +1,4 @@
-"""Packed micro-batches in few shapes, for devices that compile a program for each: XLA's."""
+"""Packed micro-batches in few shapes: XLA compiles a program for each, a step graph is recorded for each."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ LEAST_TOKENS, LEAST_DOCUMENTS = 64, 16
 
 
 class Buckets:
-    """Pads a batch to as many tokens and documents as any before it had, rounded up to a power of two.
+    """Pads a batch to as many tokens and documents as any before it had, rounded up.
 
-    Rows that are added belong to no document and carry no label. All of them are computed: how many labels there are
-    is not part of the shape. A batch that fits the shapes so far makes no new one.
+    Rows that are added belong to no document and carry no label. A batch that fits the shapes so far makes no new one.
 
     Args:
         tokens: most tokens of a batch, where that is known: the bucket then holds them and no more.
         documents: most documents of one, where that is known.
+        fine: round tokens and labels up by an eighth at most: a new shape costs a recording. Otherwise tokens go up to
+            a power of two and a loss is computed for each, labelled or not: a new shape costs a compilation.
     """
 
-    def __init__(self, tokens: int = 0, documents: int = 0):
-        self.tokens = tokens or LEAST_TOKENS
+    def __init__(self, tokens: int = 0, documents: int = 0, *, fine: bool = False):
+        self.fine = fine
+        self.tokens = tokens or (0 if fine else LEAST_TOKENS)
         self.documents = _power(max(documents, LEAST_DOCUMENTS))
+        self.labels = self.longest = 0
 
     @classmethod
     def of(cls, source: object) -> Buckets:
@@ -37,12 +40,17 @@ class Buckets:
     def __call__(self, batch: Batch) -> Batch:
         total, documents = batch.physical_tokens, batch.geometry.sequences
         if total > self.tokens:
-            self.tokens = _power(total)
+            self.tokens = _eighths(total) if self.fine else _power(total)
         if documents > self.documents:
             self.documents = _power(documents)
         behind = self.tokens - total
-        weight = torch.ones(total) if batch.row_weight is None else batch.row_weight
-        cu = batch.cu_seqlens
+        weight, cu = batch.row_weight, batch.cu_seqlens
+        if self.fine:
+            self.labels = max(self.labels, min(_eighths(batch.n_labelled), self.tokens))
+            self.longest = max(self.longest, _power(batch.max_seqlen))
+        else:
+            self.labels, self.longest = self.tokens, batch.max_seqlen
+            weight = torch.ones(total) if weight is None else weight
         return replace(
             batch,
             input_ids=pad(batch.input_ids, (0, behind)),
@@ -50,10 +58,10 @@ class Buckets:
             geometry=Geometry(
                 pad(batch.positions, (0, behind)),
                 torch.cat([cu, cu[-1:].expand(self.documents - documents)]),
-                batch.max_seqlen,
+                self.longest,
             ),
-            row_weight=pad(weight, (0, behind)),
-            n_labelled=self.tokens,
+            row_weight=None if weight is None else pad(weight, (0, behind)),
+            n_labelled=self.labels,
             topk_ids=_below(batch.topk_ids, behind),
             topk_weights=_below(batch.topk_weights, behind),
         )
@@ -64,4 +72,10 @@ def _below(t: Tensor | None, rows: int) -> Tensor | None:
 
 
 def _power(n: int) -> int:
-    return 1 << (n - 1).bit_length()
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _eighths(n: int) -> int:
+    """n, or up to an eighth more: a multiple of a sixteenth of the power of two above it."""
+    unit = max(_power(n) // 16, 1)
+    return -(-n // unit) * unit

@@ -70,7 +70,7 @@ class Trainer:
         limiter: leaves a part of the time to others.
         chunk: micro-batches with a longer document are trained in chunks of so many rows, exactly (see `walk`): memory
             is one chunk's graph.
-        step_graph: captures steps of a geometry that comes again; not together with `chunk` or `offload`.
+        step_graph: captures a step, for micro-batches padded to one shape; not together with `chunk` or `offload`.
         offload: keeps saved activations in host memory; not together with `chunk`.
         ranks: the processes that share each step's micro-batches; every one draws all of them from a source of its own,
             which must be the same, and computes its share. Losses and gradients are sums over all. A model that is cut
@@ -133,7 +133,7 @@ class Trainer:
         if self._on_tpu and chunk is not None:
             raise ValueError(f"chunk={chunk} is not made for {tpu.NAMES[0]}, whose steps are one graph; leave it out")
         self._staging = Staging(self.device) if self.device.type == "cuda" else None
-        self._buckets = Buckets.of(source) if self._on_tpu else None
+        self._buckets = self._new_buckets()
         self.step, self.halvings = 0, 0
         self.abandoned: list[str] = []
         self._parts: tuple[int, ...] = ()  # tokens of this process's micro-batches in the step that runs
@@ -231,6 +231,7 @@ class Trainer:
             except OutOfMemory:
                 self.halvings += 1
             self._drop_graph("memory ran out")
+            self._buckets = self._new_buckets()
             # out of the except block, whose traceback holds what the failed micro-batch had made
             self.optimizer.zero_grad(set_to_none=True)
             set_random_state(random, self.device)
@@ -238,12 +239,19 @@ class Trainer:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
+    def _new_buckets(self) -> Buckets | None:
+        """For what computes micro-batches of few shapes alone; it has seen none yet."""
+        if self._on_tpu:
+            return Buckets.of(self.source)
+        return None if self.step_graph is None else Buckets(fine=True)
+
     def _micro_batch(self, batch: Batch, plan: RowPlan) -> Tensor:
         """Forward and backward; the micro-batch's share of the step's mean loss."""
         if self.limiter is not None:
             self.limiter.wait()
         started = time.perf_counter()
-        batch = batch if self._buckets is None else self._buckets(batch)
+        if self._buckets is not None and (self.step_graph is None or not self.step_graph.off):
+            batch = self._buckets(batch)
         there = batch.to(self.device) if self._staging is None else self._staging(batch)
         loss = self._loss(batch, there, plan)
         if self.limiter is not None:

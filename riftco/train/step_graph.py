@@ -1,6 +1,7 @@
-"""A step's forward and backward as one CUDA graph: captured once for a fixed geometry, replayed with new numbers.
+"""A step's forward and backward as one CUDA graph: captured once for a shape, replayed with new numbers.
 
-The graph of one key is kept. Whatever could make it wrong drops it: another key, a forward of the model outside of it
+Micro-batches come padded (data.Buckets): where documents lie and which tokens carry labels are numbers, too. The graph
+of one key is kept. Whatever could make it wrong drops it: another key, a forward of the model outside of it
 (evaluation, scoring, generation, a memory preflight), an error, a loaded state. The optimizer stays outside: its update
 is a few launches, all or nothing, and its addresses and step counts are the host's.
 """
@@ -29,7 +30,7 @@ Compute = Callable[[Batch, Tensor], Tensor]  # forward and backward of a batch w
 class StepGraph:
     """The cache of one captured step.
 
-    A geometry is captured when it comes twice in a row: the first time, its micro-batch is computed eagerly, which
+    A shape is captured when it comes twice in a row: the first time, its micro-batch is computed eagerly, which
     compiles its kernels. Gradients are added into buffers that stay, so that micro-batches accumulate as ever.
 
     Args:
@@ -115,7 +116,7 @@ class StepGraph:
         if self.off:
             return f"step graph: steps are eager: {self.off}"
         text = f"step graph: {self.replayed} micro-batches replayed of {self.captured} captures, {self.eager} eager"
-        return text if self.captured else f"{text}: no geometry came twice in a row"
+        return text if self.captured else f"{text}: no shape came twice in a row"
 
     def _eagerly(self, there: Batch, denominator: int, compute: Compute) -> Tensor:
         self.eager += 1
@@ -202,4 +203,4 @@ def _scalar(value: int, like: Batch) -> Tensor:
 
 
 def batch_text(key: StepKey) -> str:
-    return f"{key.tokens[0]} tokens in {len(key.memberships) - 1} documents, {key.labelled} labels"
+    return f"{key.tokens[0]} tokens in up to {key.documents} documents, up to {key.labelled} labels"

@@ -19,7 +19,7 @@ class StepKey:
 
     Attributes:
         tokens: how many, the longest document, and the dtypes of ids and offsets.
-        memberships: where each document begins and ends.
+        documents: how many there is room for; where each lies is one of the step's inputs.
         attention: the implementation.
         labelled: how many rows carry a label.
         labels: which of weights and several labels there are, with their dtypes and widths.
@@ -30,7 +30,7 @@ class StepKey:
     """
 
     tokens: tuple[Any, ...]
-    memberships: tuple[int, ...]
+    documents: int
     attention: str
     labelled: int
     labels: tuple[Any, ...]
@@ -102,7 +102,7 @@ def step_key(batch: Batch, model: torch.nn.Module, layout: Layout, device: torch
     extra = (getattr(batch, name) for name in ("row_weight", "topk_ids", "topk_weights"))
     return StepKey(
         tokens=(batch.physical_tokens, batch.max_seqlen, batch.input_ids.dtype, batch.cu_seqlens.dtype),
-        memberships=tuple(batch.cu_seqlens.tolist()),
+        documents=batch.geometry.sequences,
         attention=getattr(model, "attention", ""),
         labelled=batch.n_labelled,
         labels=(batch.target.dtype, *(None if t is None else (t.dtype, *t.shape[1:]) for t in extra)),

@@ -33,8 +33,9 @@ def test_the_key():
     hash(first)
     with pytest.raises(dataclasses.FrozenInstanceError):
         first.labelled = 3
-    assert first.differs(now(packed([6, 4]))) == "memberships"
-    assert first.differs(now(packed([5, 6]))) == "tokens, memberships, labelled"
+    assert first.differs(now(packed([4, 3, 3]))) == "tokens, documents", "the longest is another one"
+    assert first == now(packed([6, 4])), "where documents lie is an input"
+    assert first.differs(now(packed([5, 6]))) == "tokens, labelled"
     half = packed([4, 6])
     fewer = dataclasses.replace(half, n_labelled=9)
     assert first.differs(now(fewer)) == "labelled"
