@@ -30,7 +30,7 @@ from ..optim import Adam
 from ..train import Schedule, StepGraph, Trainer
 from ..train.step_graph import CudaCapture
 from . import timing
-from .e2e import SIZES, _random_model
+from .e2e import SIZES, _random_model, step_ms
 from .machine import machine_columns, reason_of
 
 # name -> (shape, method, rows, tokens of a row)
@@ -97,13 +97,7 @@ def measure(
         raise Wrong(f"its losses are off by {off_by:.1e} from the eager ones; {most:g} is accepted")
     pool = 0 if graph is None else graph.pool_bytes  # which the allocator counts as free
     peak = timing.peak_bytes(lambda: made.run(1), device) + held(device) + pool
-    samples = []
-    for _ in range(options.steps):
-        wait(device)
-        start = time.perf_counter()
-        made.run(1)
-        wait(device)
-        samples.append(1e3 * (time.perf_counter() - start))
+    samples, _ = step_ms(made, options.steps)
     hosts = [host_ms(made, device) for _ in range(options.steps)]
     t, (_, _, rows, length) = timing.summary(samples), STEPS[step]
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import torch
 from torch import Tensor
@@ -17,10 +18,18 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+_HERE = contextlib.nullcontext()
+
+
 def on(t: Tensor) -> contextlib.AbstractContextManager:
     """Make `t`'s CUDA device current during a launch; nothing to do for the interpreter's CPU tensors."""
-    here = not t.is_cuda or t.get_device() == torch.cuda.current_device()
-    return contextlib.nullcontext() if here else torch.cuda.device(t.device)
+    here = not t.is_cuda or _one_gpu() or t.get_device() == torch.cuda.current_device()
+    return _HERE if here else torch.cuda.device(t.device)
+
+
+@functools.cache
+def _one_gpu() -> bool:
+    return torch.cuda.device_count() == 1
 
 
 def as_rows(t: Tensor) -> tuple[Tensor, int, int, int]:

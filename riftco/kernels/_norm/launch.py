@@ -26,7 +26,7 @@ def forward(
     """(y, x + residual or nothing, mean or nothing, rstd)."""
     C, N = x.shape[-1], x.shape[:-1].numel()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    dtype = x.dtype if residual is None or residual.dtype == x.dtype else torch.promote_types(x.dtype, residual.dtype)
     total = torch.empty(0 if residual is None else x.shape, dtype=dtype, device=x.device)
     rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     mean = torch.empty(x.shape[:-1] if centre else 0, dtype=torch.float32, device=x.device)

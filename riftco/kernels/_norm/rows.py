@@ -5,6 +5,7 @@ sums of the weight's and the bias's gradient in registers; each writes one float
 weight costs nothing.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -145,6 +146,11 @@ def rows_of(t: Tensor | None) -> tuple[Tensor | None, tuple[int, int, int, int],
     return rows, (inner, outer, stride, rows.stride(-1)), inner < t.shape[:-1].numel()
 
 
+@functools.cache
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 def tuning(C: int, itemsize: int) -> Tuning:
     return next(t for t in (TUNING_WIDE if itemsize > 2 else TUNING) if t.columns >= C)
 
@@ -153,10 +159,6 @@ def block_of(C: int) -> tuple[int, int]:
     """(rows a program takes, columns it holds)."""
     block = next_power_of_2(max(C, 16))
     return max(1, min(32, TILE // block)), block
-
-
-def processors(t: Tensor) -> int:
-    return torch.cuda.get_device_properties(t.device).multi_processor_count if t.is_cuda else 1
 
 
 def forward(y, total, mean, rstd, x, residual, weight, bias, eps: float, offset: float, centre: bool) -> None:
@@ -183,7 +185,7 @@ def backward(
     tuned = tuning(C, x.element_size())
     tiles = cdiv(N, rows)
     each = tuned.each if need_weight or need_bias else tuned.frozen_each
-    programs = min(tiles, processors(x) * each) if each else tiles
+    programs = min(tiles, processors(x.device) * each) if each else tiles
     part = torch.empty(need_weight + need_bias, programs, C, dtype=torch.float32, device=x.device)
     d_y, d_strides, d_split = rows_of(d_y)
     d_total, t_strides, t_split = rows_of(d_total)

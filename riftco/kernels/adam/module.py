@@ -1,5 +1,6 @@
 """The optimizer around the Adam ops: torch's interface and state_dict."""
 
+import functools
 from collections.abc import Callable, Iterable
 from itertools import chain, compress
 from typing import Any
@@ -347,4 +348,9 @@ class Adam(torch.optim.Optimizer):
 
 
 def _accumulation(p: Tensor) -> torch.dtype:
-    return torch.promote_types(p.dtype, torch.float32)
+    return _wide(p.dtype)
+
+
+@functools.cache  # an operator's call each time, for every parameter of a step, and a trainer watches each one
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

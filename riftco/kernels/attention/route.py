@@ -80,12 +80,23 @@ def route(
         aligned: TMA descriptors can be made of every operand, see `aligned`.
         options: names of the options in use that a kernel must know: bias, dropout, softcap, ...
     """
+    short = document if document is not None and document < HOPPER_DOCUMENT else None
+    widths = HOPPER_WIDTHS["backward" if backward else "forward"]
+    return _route(dtype, D, Dv, backward, capability, shared, short, aligned, options, widths)
+
+
+@functools.lru_cache(1024)  # asked for every layer of every step
+def _route(
+    dtype: torch.dtype, D: int, Dv: int, backward: bool, capability: tuple[int, int] | None, shared: int,
+    short: int | None, aligned: bool, options: frozenset[str], widths: tuple[int, ...],
+) -> Route:  # fmt: skip
+    """`route`; short: rows of an average document where they are few; widths: what the kernels for Hopper take."""
     pad, pad_v = (max(16, 1 << (d - 1).bit_length()) for d in (D, max(Dv, 1)))
     shared = LEAST_SHARED if options & NEED_ROOM else max(shared, LEAST_SHARED)
     rooms = sorted({room for room, *_ in TILES if room <= shared}, reverse=True)
     found = (TILES.get((room, dtype.itemsize, max(64, pad, pad_v))) for room in rooms)
     tiles = next((t for t in found if t is not None), None)
-    refused = _why_not_hopper(dtype, D, Dv, backward, capability, document, aligned, options)
+    refused = _why_not_hopper(dtype, D, Dv, backward, capability, short, aligned, options, widths)
     if tiles is None:
         block = max(1, ROW_PRODUCTS // max(pad, pad_v))
         one = (1, block, 4, 1)
@@ -100,11 +111,9 @@ def route(
     return Route("padded", why + suffix, pad, pad_v, tiles)
 
 
-def _why_not_hopper(dtype, D, Dv, backward, capability, document, aligned, options) -> str:
+def _why_not_hopper(dtype, D, Dv, backward, capability, short, aligned, options, widths) -> str:
     """Empty where the kernels for Hopper serve a call."""
-    direction = "backward" if backward else "forward"
-    widths = HOPPER_WIDTHS[direction]
-    unknown = sorted(options - HOPPER_OPTIONS[direction])
+    unknown = sorted(options - HOPPER_OPTIONS["backward" if backward else "forward"])
     widest = max(widths, default=0)
     reasons = (
         (capability != (9, 0), f"capability is {capability}"),
@@ -113,7 +122,7 @@ def _why_not_hopper(dtype, D, Dv, backward, capability, document, aligned, optio
         (D % 8 != 0 or widest < D, f"its kernels take multiples of 8 up to {widest}"),
         (bool(unknown), f"its kernels do not know {', '.join(unknown)}"),
         (not aligned, "TMA needs contiguous head dims, other strides of multiples of 16 bytes, aligned starts"),
-        (document is not None and document < HOPPER_DOCUMENT, f"documents of {document} rows leave its tiles empty"),
+        (short is not None, f"documents of {short} rows leave its tiles empty"),
     )
     return next((text for refuses, text in reasons if refuses), "")
 
@@ -128,7 +137,7 @@ def route_of(
     """
     return route(
         q.dtype, q.shape[-1], v.shape[-1], backward=backward,
-        capability=None if portable or q.device.type != "cuda" else torch.cuda.get_device_capability(q.device),
+        capability=None if portable or q.device.type != "cuda" else _capability(q.device),
         shared=shared_memory(q.device), document=None if cu_q is None else q.shape[0] // (len(cu_q) - 1),
         aligned=all(descriptors_take(t) for t in (q, k, v)), options=options,
     )  # fmt: skip
@@ -157,9 +166,17 @@ def _routes(dtype: torch.dtype, backward: bool) -> list[tuple[str, str, str]]:
 
 def descriptors_take(t: Tensor) -> bool:
     """Can a TMA descriptor be made of t [.., rows, heads, head dim]?"""
-    strides = [s for s, size in zip(t.stride()[:-1], t.shape[:-1]) if size > 1]
-    steps = all(s >= 0 and s * t.element_size() % 16 == 0 for s in strides)
-    return steps and t.stride(-1) == 1 and t.data_ptr() % 16 == 0
+    *strides, last = t.stride()
+    size = t.element_size()
+    for stride, n in zip(strides, t.shape):
+        if n > 1 and (stride < 0 or stride * size % 16):
+            return False
+    return last == 1 and t.data_ptr() % 16 == 0
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 @functools.cache

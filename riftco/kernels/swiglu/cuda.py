@@ -86,7 +86,8 @@ def _grid(t: Tensor) -> tuple[int, int, int]:
 
 def forward(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     gate, up = spec.halves(gate, up)
-    out = torch.empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype), device=gate.device)
+    dtype = gate.dtype if gate.dtype == up.dtype else torch.promote_types(gate.dtype, up.dtype)
+    out = torch.empty(gate.shape, dtype=dtype, device=gate.device)
     if out.numel() == 0:
         return out
     programs, blocks, block = _grid(gate)
