@@ -33,7 +33,7 @@ def chat(
     max_new_tokens: Annotated[int, Opt("--max-new-tokens", help="Most tokens of an answer.")] = 256,
     temperature: Annotated[float, Opt("--temperature", help="0 takes the likeliest token.")] = 0.0,
     seed: Annotated[int | None, Opt("--seed", help="Of the sampling.")] = None,
-    weights: options.Weights = "auto",
+    weights: options.ServedWeights = "auto",
     device: options.Device = "auto",
     debug: options.Debug = False,
 ) -> None:
@@ -48,6 +48,7 @@ def chat(
         model, train_dir=train_dir, rank=rank, window=window, cache=cache, weights=weights, device=device, system=system
     )
     sampling = Sampling(temperature=temperature, seed=seed)
+    typer.echo(f"weights: {talk.held}", err=True)
     typer.echo("/help for what can be done besides talking")
     try:
         while True:

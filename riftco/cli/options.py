@@ -22,5 +22,13 @@ Weights = Annotated[
         help="fp32, bf16, fp16, nf4, packed (a GGUF file as it is); auto: as the adapter was trained, or by device.",
     ),
 ]
+ServedWeights = Annotated[
+    str,
+    typer.Option(
+        "--weights",
+        help="fp32, bf16, fp16, nf4, packed; auto: a quantised GGUF file's own blocks where the device has products of "
+        "them, else by device.",
+    ),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 LogJson = Annotated[bool, typer.Option("--log-json", help="Print JSON lines.")]

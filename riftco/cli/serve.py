@@ -61,7 +61,7 @@ def serve(
     cuda_graphs: Annotated[
         bool, Opt("--cuda-graphs/--no-cuda-graphs", help="Record decode steps on a GPU; replies do not depend on it.")
     ] = True,
-    weights: options.Weights = "auto",
+    weights: options.ServedWeights = "auto",
     device: options.Device = "auto",
     debug: options.Debug = False,
 ) -> None:

@@ -18,6 +18,7 @@ from .errors import ModelError, package
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 # which of them can be kept as they are, as weights that a gradient passes through
+DENSE = ("F32", "F16", "BF16")
 PACKED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 PERMUTED = (
     "llama",
@@ -97,6 +98,17 @@ class GGUFFile:
         """GGML's name of how the tensor is stored."""
         return self._tensors[self._names[name]].tensor_type.name
 
+    @property
+    def kinds(self) -> list[str]:
+        """GGML's names of the blocks that matrices are stored in; none: the file is not quantised."""
+        matrices = (self.type_of(name) for name, shape in self.shapes.items() if len(shape) == 2)
+        return sorted({*matrices} - {*DENSE})
+
+    @property
+    def packable(self) -> bool:
+        """Whether there are blocks, and all of them can stay as they are."""
+        return bool(self.kinds) and {*self.kinds} <= {*PACKED}
+
     def packed(self, name: str) -> GGUFWeight | None:
         """A matrix in its blocks, on the CPU, rows in Hugging Face's order; None where it is stored unpacked.
 
@@ -105,7 +117,7 @@ class GGUFFile:
         """
         stored = self._tensors[self._names[name]]
         kind = self.type_of(name)
-        if kind in ("F32", "F16", "BF16") or len(self.shapes[name]) != 2:
+        if kind in DENSE or len(self.shapes[name]) != 2:
             return None
         if kind not in PACKED:
             raise ModelError(

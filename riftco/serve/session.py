@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from ..adapters import LoraSpec
 from ..models import base_digest
-from ..train.use import load
 from .conversation import Chat
 from .engine import Engine
 from .scheduler import Scheduler
 from .store import Store
+from .weights import load_to_serve
 
 ADAPTER = "chat"
 
@@ -21,6 +21,7 @@ class Talk:
     scheduler: Scheduler
     chat: Chat
     system: str | None
+    held: str  # how the base's weights are
 
     def restart(self) -> None:
         self.chat = Chat(self.scheduler, self.chat.tokenizer, adapter=ADAPTER, system=self.system)
@@ -51,7 +52,7 @@ def open_chat(
     system: str | None = None,
 ) -> Talk:
     """Load a model; its adapter is that of `train_dir`, or a new one."""
-    loaded = load(path, weights=weights, device=device)
+    loaded, held = load_to_serve(path, weights=weights, device=device)
     store = None if train_dir is None else Store(train_dir, base_digest(path), path)
     longest = loaded.model.config.max_position_embeddings
     engine = Engine(loaded.model, window=min(window or 4096, longest), cache_dtype=cache, store=store)
@@ -59,4 +60,4 @@ def open_chat(
         engine.create(ADAPTER, LoraSpec(rank=rank, alpha=2.0 * rank))
     scheduler = Scheduler(engine)
     scheduler.start()
-    return Talk(engine, scheduler, Chat(scheduler, loaded.tokenizer, adapter=ADAPTER, system=system), system)
+    return Talk(engine, scheduler, Chat(scheduler, loaded.tokenizer, adapter=ADAPTER, system=system), system, held)

@@ -1,6 +1,10 @@
 """What `riftco serve` makes of its flags, and what it refuses before it loads anything."""
 
 import pytest
+from cli.conftest import METADATA, VOCABULARY
+from tiny_models import hf_model, write_gguf
+
+from riftco.nn import GGUFLinear
 
 pytest.importorskip("fastapi", reason="riftco[serve] is not installed")
 
@@ -30,10 +34,45 @@ def started(riftco, model, monkeypatch):
         seen = {}
         monkeypatch.setattr(run, "create_app", lambda service, **options: seen.update(options, service=service))
         monkeypatch.setattr(run.uvicorn, "run", lambda app, **options: seen.update(options))
-        riftco("serve", "--model", model, "--window", "64", "--cache", "float16", *flags)
-        return seen
+        done = riftco("serve", "--model", model, "--window", "64", "--cache", "float16", *flags)
+        return {**seen, "said": done.stderr}
 
     return start
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory):
+    path = tmp_path_factory.mktemp("quantised") / "tiny.gguf"
+    sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 256}
+    write_gguf(path, hf_model("llama-tied", **sizes), matrix_type="Q8_0", everywhere=True, **METADATA)
+    return path
+
+
+PACKED = "weights packed as in the file (Q8_0), all else float32, cache float16, 4 slots of 64 tokens"
+
+
+@pytest.mark.parametrize(
+    ("flags", "compiler", "said"),
+    [
+        ((), "", PACKED),
+        ((), "no C++ compiler", "weights float32; not packed: no C++ compiler, cache"),
+        (("--weights", "packed"), "no C++ compiler", PACKED),
+        (("--weights", "fp32"), "", "weights float32, cache"),
+        (("--weights", "bf16"), "", "weights bfloat16, cache"),
+        (("--weights", "nf4"), "", "weights nf4, cache"),
+    ],
+)
+def test_a_quantised_file_stays_as_it_is_where_that_is_fast(started, quantised, monkeypatch, flags, compiler, said):
+    """And the line at the start says how its weights are held."""
+    monkeypatch.setattr("riftco.cpu.why_not", lambda: compiler)
+    seen = started("--model", quantised, *flags)
+    packed = "packed" in said.partition("not packed")[0]
+    assert f"riftco: tiny on cpu, {said}" in seen["said"]
+    assert isinstance(seen["service"].engine.model.lm_head, GGUFLinear) == packed
+
+
+def test_a_file_that_is_not_quantised_is_held_by_the_device(started):
+    assert "weights float32, cache float16" in started()["said"]
 
 
 def test_every_flag_reaches_what_it_is_for(started, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import ssl
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,11 +12,11 @@ import uvicorn
 
 from ...adapters import LoraSpec
 from ...models import base_digest
-from ...train.use import load
 from ..engine import Engine
 from ..saved_slots import SlotFiles
 from ..scheduler import LEARN_DUTY
 from ..store import Store
+from ..weights import load_to_serve
 from .app import create_app
 from .auth import LOOPBACK, Keys, check_bind
 from .service import Service
@@ -34,7 +35,7 @@ def serve_forever(
     """
     keys = Keys(api_key, admin_key)
     check_bind(host, keys, insecure)
-    loaded = load(model, weights=weights, device=device)
+    loaded, held = load_to_serve(model, weights=weights, device=device)
     digest = base_digest(model) if train_dir or slot_save_path else ""
     store = None if train_dir is None else Store(train_dir, digest, model)
     engine = Engine(
@@ -53,6 +54,10 @@ def serve_forever(
         service, keys=keys, train_dir=None if train_dir is None else pathlib.Path(train_dir),
         slot_files=None if slot_save_path is None else SlotFiles(slot_save_path, digest),
         hosts=None if known else LOOPBACK, origins=cors_origins,
+    )  # fmt: skip
+    print(
+        f"riftco: {name} on {loaded.device}, weights {held}, cache {engine.cache.dtype}, {slots} slots of "
+        f"{engine.window} tokens", file=sys.stderr, flush=True,
     )  # fmt: skip
     uvicorn.run(app, host=host, port=port, log_level="info", timeout_graceful_shutdown=10, **(tls or {}))
 
