@@ -13,6 +13,7 @@ import pathlib
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 
@@ -112,14 +113,22 @@ def _built() -> pathlib.Path:
             # on one disk: another process sees all of it
             with tempfile.TemporaryDirectory(prefix=BUILDING, dir=place.parent) as folder:
                 made = pathlib.Path(folder, "step.so")
+                began = time.perf_counter()
+                _say(f"compiling the decoding on this CPU with {compiler()}, once (some seconds)")
                 _run(*FLAGS, "-c", str(sources() / "step.cpp"), "-o", f"{folder}/step.o")
                 _run("-shared", f"{folder}/step.o", "-o", str(made))  # without an OpenMP of its own: PyTorch's is there
                 with open(made, "ab") as built:
                     built.write(hashlib.sha256(made.read_bytes()).digest())
                 made.replace(place)
+                _say(f"compiled in {time.perf_counter() - began:.1f} s; kept as {place}")
         except OSError as why:
             raise RuntimeError(f"cannot write {place}: {why}; set XDG_CACHE_HOME to a folder that can be") from None
     return place
+
+
+def _say(what: str) -> None:
+    """Why a first reply takes long; standard output is for replies."""
+    print(f"riftco: {what}", file=sys.stderr, flush=True)
 
 
 def _whole(place: pathlib.Path) -> bool:

@@ -1,6 +1,8 @@
 """An engine on a CPU serves few rows by the compiled step: same replies, same learning; or it says why it does not."""
 
 import logging
+import pathlib
+import re
 
 import pytest
 import torch
@@ -116,6 +118,28 @@ def test_explain_and_doctor_say_what_decodes(no_compiler, monkeypatch):
 
 def explained_on(device: str) -> list[str]:
     return [row["op"] for row in explained(device, "float32", None) if row["op"] == "decode_step"]
+
+
+def test_the_one_build_is_said_on_standard_error(monkeypatch, tmp_path, capsys):
+    """How long it took, too; nothing is said where the library is there already."""
+
+    def compiler(*arguments):
+        if "-o" in arguments:
+            pathlib.Path(arguments[-1]).write_bytes(b"built")
+        return ""
+
+    monkeypatch.setattr(cpu, "_run", compiler)
+    monkeypatch.setattr(cpu, "compiler", lambda: "/usr/bin/g++")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    place = cpu._built()
+    said = capsys.readouterr()
+    first, second = said.err.splitlines()
+    assert first == "riftco: compiling the decoding on this CPU with /usr/bin/g++, once (some seconds)"
+    assert re.fullmatch(rf"riftco: compiled in \d+\.\d s; kept as {re.escape(str(place))}", second) and not said.out
+    assert cpu._built() == place and capsys.readouterr() == ("", "")
+    place.write_bytes(b"half")
+    cpu._built()
+    assert len(capsys.readouterr().err.splitlines()) == 2, "one that is damaged is built again"
 
 
 def test_a_compiler_that_fails_is_asked_once(monkeypatch, tmp_path):
