@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from ..adapters import LoraSpec
 from ..models import base_digest
+from ..train.use import load_to_serve
 from .conversation import Chat
 from .engine import Engine
 from .scheduler import Scheduler
 from .store import Store
-from .weights import load_to_serve
 
 ADAPTER = "chat"
 

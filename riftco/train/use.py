@@ -14,11 +14,14 @@ from ..adapters import base_weights_of, load_adapter
 from ..data import DataError, Loader, load_examples
 from ..functional import attention_backward
 from ..models import Decoder, Tokenizer, load_model, load_tokenizer
+from ..models.gguf import GGUFFile
 from ..models.load import open_source
 from .config import ALIASES, ConfigError, pick_device
 from .evaluate import evaluate
 from .metrics import Evaluation
 from .run import head_shape
+
+PACKED = ("cpu", "cuda", "mps")  # devices that have products of GGUF's blocks
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,26 @@ def load(path: str, *, adapter: str | None = None, weights: str = "auto", device
     if adapter is not None:
         load_adapter(model, adapter)
     return Loaded(model.eval(), tokenizer, where)
+
+
+def load_to_serve(path: str, *, weights: str = "auto", device: str = "auto") -> tuple[Loaded, str]:
+    """A model for a server, and in a few words how its weights are held.
+
+    "auto" keeps the blocks of a GGUF file that has them on a device with products of such, on a CPU where decoding is
+    compiled; else it is that of load_model.
+    """
+    where, why = pick_device(device), ""
+    source = open_source(path)
+    if weights == "auto" and isinstance(source, GGUFFile) and source.packable and where.type in PACKED:
+        why = cpu.why_not() if where.type == "cpu" else ""
+        weights = "auto" if why else "packed"
+        why = f"; not packed: {why}" if why else ""
+    loaded = load(path, weights=weights, device=device)
+    dtype = str(loaded.model.dtype).removeprefix("torch.")
+    if weights == "packed":
+        assert isinstance(source, GGUFFile)  # or it was refused
+        return loaded, f"packed as in the file ({', '.join(source.kinds)}), all else {dtype}"
+    return loaded, f"{'nf4' if weights == 'nf4' else dtype}{why}"
 
 
 def messages(prompt: str, system: str | None = None) -> list[dict[str, str]]:

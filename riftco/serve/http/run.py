@@ -12,11 +12,11 @@ import uvicorn
 
 from ...adapters import LoraSpec
 from ...models import base_digest
+from ...train.use import load_to_serve
 from ..engine import Engine
 from ..saved_slots import SlotFiles
 from ..scheduler import LEARN_DUTY
 from ..store import Store
-from ..weights import load_to_serve
 from .app import create_app
 from .auth import LOOPBACK, Keys, check_bind
 from .service import Service
