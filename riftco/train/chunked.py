@@ -173,7 +173,6 @@ class _Run:
         """
         if self._changes() != self.changes:
             raise RuntimeError(f"walk: slot {self.slot} was written while a chunk's backward was still to read it")
-
         for layer, taps in self.taps.items():
             for tap, adjoint in zip(taps, (self.d_keys[layer], self.d_values[layer])):
                 if tap.grad is not None:

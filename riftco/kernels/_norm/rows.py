@@ -104,7 +104,7 @@ def _norm_bwd(
         w = tl.load(w_ptr + far * w_c, mask=c < C, other=0.0)
     first = tl.program_id(0).to(tl.int64) * ROWS
     for start in tl.range(first, N, tl.num_programs(0) * ROWS, num_stages=STAGES):
-        n = start + tl.arange(0, ROWS)
+        n = start + tl.arange(0, ROWS).to(tl.int64)
         mask = (n < N)[:, None] & (c < C)
         x = tl.load(x_ptr + _offset(n, x_inner, x_o, x_i, X_SPLIT)[:, None] + far * x_c, mask=mask, other=0.0)
         g = tl.load(d_y_ptr + _offset(n, d_inner, d_o, d_i, D_SPLIT)[:, None] + far * d_c, mask=mask, other=0.0)
