@@ -1,5 +1,6 @@
 """Attention on the CPU: every option against the spec, the memory it takes, the keys that it does not visit."""
 
+import collections
 import os
 import signal
 import threading
@@ -180,6 +181,38 @@ def outcome(q, k, v):
     leaves = [t.requires_grad_() for t in (q, k, v)]
     out, lse = attention(*leaves, causal=True, return_lse=True)
     return out.detach(), lse.detach(), *torch.autograd.grad(out.sum(), leaves)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_each_row_is_converted_once(causal, monkeypatch):
+    """Of 16-bit inputs every element of q, k, v and the upstream becomes float32 once a direction, however many blocks
+    of the others meet it; and as many blocks again take no more buffers."""
+    converted, real_load, real_tiles = collections.Counter(), cpu_blocks.Heads.load, cpu_blocks.Heads.tiles
+
+    def load(self, t, rows, dtype=torch.float32):
+        converted[t.data_ptr()] += self._pick(t, rows).numel()
+        return real_load(self, t, rows, dtype)
+
+    def tiles(self, t, bounds, k_lens, dtype):
+        converted[t.data_ptr()] += sum(self._pick(t, cols).numel() for cols in bounds)
+        return real_tiles(self, t, bounds, k_lens, dtype)
+
+    monkeypatch.setattr(cpu_blocks.Heads, "load", load)
+    monkeypatch.setattr(cpu_blocks.Heads, "tiles", tiles)
+    options = *(None,) * 8, 0 if causal else None, 0.0, 0.0
+    large = []
+    for n in (700, 1400):
+        q, k, v = (t.bfloat16() for t in qkv(n, n, H=4, K=2, D=16))
+        d_out = torch.randn(q.shape).bfloat16()
+        converted.clear()
+        with Watch() as watch:
+            out, lse = cpu.forward(q, k, v, *options)
+            assert {t.data_ptr(): t.numel() for t in (q, k, v)}.items() <= converted.items()
+            converted.clear()
+            cpu.backward(d_out, None, q, k, v, out, lse, *options, 0, False, True, True, True, False, False)
+        assert {t.data_ptr(): t.numel() for t in (q, k, v, d_out)}.items() <= converted.items()
+        large.append(watch.largest)
+    assert large[1] <= 2 * large[0], "with the rows alone"
 
 
 def test_keys_outside_the_window_are_not_visited():

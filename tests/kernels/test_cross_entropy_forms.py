@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from riftco.functional import (
     cross_entropy,
     cross_entropy_time_range,
+    linear_cross_entropy,
     per_token_logprobs,
     topk_cross_entropy,
 )
@@ -24,6 +25,32 @@ def labels(*lead, V, k, device="cpu"):
     ids[..., 1] = ids[..., 0]
     ids.view(-1, k)[0, -1] = -1
     return x, ids, torch.rand(*lead, k, device=device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+@pytest.mark.parametrize("ignore_index", [-100, 4])
+def test_what_carries_no_loss(device, kind, ignore_index):
+    """One predicate: ignore_index and every negative, in 32 bits and 64, on whole logits and on sliced ones."""
+    V, on = 9, device.torch_device
+    x = (3 * torch.randn(7, V)).to(on)
+    target = torch.tensor([3, -1, 0, -100, 8, -7, ignore_index], dtype=kind, device=on)
+    rows, results = torch.tensor([0, 2, 4], device=on), []
+    with device.use():
+        for some, y in ((x, target), (x[rows], target[rows])):
+            plain, head = some.clone().requires_grad_(), some.clone().requires_grad_()
+            losses = [
+                cross_entropy(plain, y, ignore_index=ignore_index),
+                linear_cross_entropy(head, torch.eye(V, device=on), y, ignore_index=ignore_index),
+            ]
+            grads = [*torch.autograd.grad(losses[0], plain), *torch.autograd.grad(losses[1], head)]
+            results.append((losses, grads))
+    (losses, grads), (wanted, want) = results
+    for loss, other in zip(losses, wanted):
+        torch.testing.assert_close(loss, other)
+    for got, rest in zip(grads, want):
+        torch.testing.assert_close(got[rows], rest)
+        assert not got[[1, 3, 5, 6]].any()
 
 
 def dense(x, ids, weights, softcap=None, logit_scale=1.0):

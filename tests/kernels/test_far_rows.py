@@ -1,4 +1,4 @@
-"""Contract A16.2: rows that lie further apart than a signed 32-bit number of elements, in memory that nobody touches."""
+"""Contract A16.2: rows further apart than a signed 32-bit number of elements, in memory that nobody touches."""
 
 import pytest
 import support
@@ -31,7 +31,9 @@ def rotate(x):
 
 
 def classes(x):
-    return F.cross_entropy(x, torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device), reduction="none")[..., None]
+    return F.cross_entropy(x, torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device), reduction="none")[
+        ..., None
+    ]
 
 
 def attend(x):

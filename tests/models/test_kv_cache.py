@@ -132,6 +132,23 @@ def test_rows_that_are_taken_back_and_read_again_change_nothing(family, layout):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("dtype", "layout"), CACHES)
+def test_prompts_and_decodes_by_turns_reserve_nothing_more(dtype, layout):
+    """All of a cache is there from the start, in every dtype, with no 16-bit rows beside it: reads of any length leave
+    every tensor where it lies."""
+    decoder = decoder_of("llama-3.1")
+    window, before = 128, None
+    cache = KVCache(decoder.config, 2, window, dtype=dtype, layout=layout, page_size=16)
+    for count in (40, 1, 1, 30, 1):
+        decoder(torch.randint(0, 160, (count,)), kv_cache=cache.begin([(1, count)]))
+        held = [(t.data_ptr(), t.numel()) for group in cache.groups for t in group._tensors()]
+        assert before in (None, held)
+        before = held
+    values = 2 * decoder.config.num_layers * 2 * window * decoder.config.num_kv_heads * decoder.config.head_dim
+    assert cache.nbytes == values * {"float32": 4, "float16": 2, "bfloat16": 2, "q8_0": 34 / 32}[dtype]
+
+
+@torch.no_grad()
 def test_physical_rows_are_made_once_a_step(monkeypatch):
     decoder = decoder_of("gemma3", num_hidden_layers=2)
     cache = KVCache(decoder.config, 1, 40)

@@ -25,6 +25,9 @@ BENCH = tuple(
     for M in (1, 16, 1024, 4096)
     for format in ("Q4_1", "Q4_K")
     for name, N, K in (("1536 x 1536", 1536, 1536), ("Llama 3 up", 14336, 4096))
+) + tuple(
+    Case(f"{N} x {K}, Q4_K, 1024 rows", dict(M=1024, N=N, K=K), dict(format="Q4_K"))
+    for N, K in ((8960, 1536), (1536, 8960))
 )
 
 
