@@ -141,7 +141,13 @@ def run(args: argparse.Namespace, out: pathlib.Path) -> int:
     weights, status = held(device), 0
     for window in args.windows:
         engine = learning_engine(
-            model, slots=args.slots, window=window, cache_dtype=args.cache, chunk=args.chunk, recompute=args.recompute
+            model,
+            slots=args.slots,
+            window=window,
+            cache_dtype=args.cache,
+            chunk=args.chunk,
+            learn_chunk=args.chunk,
+            recompute=args.recompute,
         )
         try:
             measured = measure(engine, args.reply, args.repeats)

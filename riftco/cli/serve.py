@@ -22,6 +22,9 @@ def serve(
     window: Annotated[int | None, Opt("--window", help="Tokens of a slot; the model's context unless given.")] = None,
     cache: Annotated[str, Opt("--cache", help="float32, float16, bfloat16 or q8_0.")] = "q8_0",
     chunk: Annotated[int, Opt("--chunk", min=1, help="Rows of a forward.")] = 512,
+    learn_chunk: Annotated[
+        int | None, Opt("--learn-chunk", min=1, help="Rows of a learn's chunk; 2048 on a GPU, else --chunk.")
+    ] = None,
     speculate: Annotated[int, Opt("--speculate", min=0, help="Tokens to guess from the text so far.")] = 0,
     train_dir: Annotated[
         str | None, Opt("--train-dir", help="Learn, and keep what was learned here; without it nothing learns.")
@@ -76,10 +79,10 @@ def serve(
     template = options_of(template_kwargs)
     tls = tls_options(ssl_keyfile, ssl_certfile, ssl_keyfile_password, ssl_ca_certs)
     serve_forever(
-        model, host=host, port=port, slots=slots, window=window, cache=cache, chunk=chunk, speculate=speculate,
-        train_dir=train_dir, rank=rank, adapter=adapter, lr_max=lr_max, journal=journal, api_key=api_key,
-        admin_key=admin_key, insecure=insecure, cuda_graphs=cuda_graphs, weights=weights, device=device,
-        slot_save_path=slot_save_path, cors_origins=cors_origin or (), tls=tls, duty=learn_duty,
+        model, host=host, port=port, slots=slots, window=window, cache=cache, chunk=chunk, learn_chunk=learn_chunk,
+        speculate=speculate, train_dir=train_dir, rank=rank, adapter=adapter, lr_max=lr_max, journal=journal,
+        api_key=api_key, admin_key=admin_key, insecure=insecure, cuda_graphs=cuda_graphs, weights=weights,
+        device=device, slot_save_path=slot_save_path, cors_origins=cors_origin or (), tls=tls, duty=learn_duty,
         template=template,
     )  # fmt: skip
 

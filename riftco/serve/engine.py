@@ -23,6 +23,7 @@ from .store import Store, tokens_sha256
 from .writing import Writing
 
 NO_SLOT = -1
+LEARN_CHUNK = 2048  # rows; on a GPU
 LOGGED = ("loss_before", "loss_after", "gradient_norm", "clip_scale", "n_labelled", "ms", "step")
 
 
@@ -47,7 +48,9 @@ class Engine:
         pages: how many of them; None: enough for all slots.
         undo: how far a slot can be cut back where layers have sliding windows, which then keep no more rows than they
             need; None: they keep all.
-        chunk: the most rows of a forward, and of a chunk of a long reply that learns.
+        chunk: the most rows of a forward.
+        learn_chunk: rows of a chunk of a reply that learns, halved where memory runs out; its gradient does not depend
+            on it. None: `chunk`, but at least LEARN_CHUNK on a GPU, where small chunks wait for launches.
         store: where adapters, their journals and the log live; None: in memory alone.
         cuda_graphs: whether decode steps on a GPU are recorded, one for each of a few sizes, and done again by one
             launch. Replies do not depend on it.
@@ -69,6 +72,7 @@ class Engine:
         pages: int | None = None,
         undo: int | None = None,
         chunk: int = 512,
+        learn_chunk: int | None = None,
         store: Store | None = None,
         cuda_graphs: bool = True,
         compiled: bool | None = None,
@@ -93,7 +97,9 @@ class Engine:
         self.compiled_steps = CompiledSteps(self.model, self.cache, off)
         if compiled and self._compiled(()) is None:
             raise ModelError(f"compiled=True: {self.compiled_steps.off}")
-        self.learner = Learner(self.bank, self.cache, chunk=chunk, **options)
+        if learn_chunk is None:
+            learn_chunk = max(chunk, LEARN_CHUNK) if self.model.device.type == "cuda" else chunk
+        self.learner = Learner(self.bank, self.cache, chunk=learn_chunk, **options)
         self.store = store
         if store is not None:
             store.load(self.bank, self.learner)

@@ -145,6 +145,12 @@ def short_of_memory(monkeypatch, rows, error=torch.OutOfMemoryError):
     return tried
 
 
+def test_rows_of_a_learn_are_those_of_a_forward_unless_said():
+    assert serving(chunk=16).learner.chunk == 16, "on a CPU"
+    made = serving(chunk=16, learn_chunk=3)
+    assert (made.chunk, made.learner.chunk) == (16, 3)
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
 @pytest.mark.parametrize("after", [False, True])
 def test_where_memory_runs_out_smaller_chunks_give_the_step(after, error, monkeypatch):

@@ -23,7 +23,8 @@ from .service import Service
 
 
 def serve_forever(
-    model: str, *, host: str, port: int, slots: int, window: int | None, cache: str, chunk: int, speculate: int,
+    model: str, *, host: str, port: int, slots: int, window: int | None, cache: str, chunk: int,
+    learn_chunk: int | None, speculate: int,
     train_dir: str | None, rank: int, adapter: str, lr_max: float, journal: int, api_key: str | None,
     admin_key: str | None, insecure: bool, cuda_graphs: bool, weights: str, device: str,
     slot_save_path: str | None = None, cors_origins: Sequence[str] = (), tls: Mapping[str, Any] | None = None,
@@ -39,8 +40,8 @@ def serve_forever(
     digest = base_digest(model) if train_dir or slot_save_path else ""
     store = None if train_dir is None else Store(train_dir, digest, model)
     engine = Engine(
-        loaded.model, slots=slots, window=window, cache_dtype=cache, chunk=chunk, store=store, journal=journal,
-        lr_range=(1e-7, lr_max), cuda_graphs=cuda_graphs,
+        loaded.model, slots=slots, window=window, cache_dtype=cache, chunk=chunk, learn_chunk=learn_chunk,
+        store=store, journal=journal, lr_range=(1e-7, lr_max), cuda_graphs=cuda_graphs,
     )  # fmt: skip
     if store is not None and adapter not in engine.bank.adapters:
         engine.create(adapter, LoraSpec(rank=rank, alpha=2.0 * rank))
