@@ -67,7 +67,9 @@ def read_spec(folder: str | os.PathLike) -> LoraSpec:
     """
     file = pathlib.Path(folder) / CONFIG
     if not file.is_file():
-        raise AdapterError(f"{folder} is no adapter folder: it has no {CONFIG}")
+        inside = pathlib.Path(folder) / "adapter"  # of a run of riftco finetune
+        hint = f"; did you mean {inside}?" if (inside / CONFIG).is_file() else ""
+        raise AdapterError(f"{folder} is no adapter folder: it has no {CONFIG}{hint}")
     try:
         config = json.loads(file.read_text())
     except ValueError as bad:

@@ -132,6 +132,21 @@ def _check(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], s
             raise AdapterError(f"{source}: {key} has shape {tuple(state[key].shape)}, the model needs {shape}")
 
 
+def read_adapter(folder: str | os.PathLike) -> tuple[LoraSpec, dict[str, Tensor]]:
+    """A PEFT folder's specification and tensors, by the layers' names without PEFT's prefix; no model is needed."""
+    return read_spec(folder), {k.removeprefix(PREFIX): t for k, t in _weights(folder).items()}
+
+
+def _weights(folder: str | os.PathLike) -> dict[str, Tensor]:
+    file = pathlib.Path(folder) / WEIGHTS
+    if not file.is_file():
+        raise AdapterError(f"{folder}: {WEIGHTS} is missing (pickled adapter_model.bin files are not read)")
+    try:
+        return load_file(file)
+    except SafetensorError as bad:
+        raise AdapterError(f"{file} cannot be read: {bad}") from None
+
+
 def load_adapter(model: torch.nn.Module, folder: str | os.PathLike) -> LoraSpec:
     """Read a PEFT folder onto `model` (frozen, changed in place) and return its specification.
 
@@ -141,14 +156,7 @@ def load_adapter(model: torch.nn.Module, folder: str | os.PathLike) -> LoraSpec:
         AdapterError: a file that is missing or damaged, a setting that riftco cannot honour, an adapter of another
             model, a model that carries one already.
     """
-    spec = read_spec(folder)
-    file = pathlib.Path(folder) / WEIGHTS
-    if not file.is_file():
-        raise AdapterError(f"{folder}: {WEIGHTS} is missing (pickled adapter_model.bin files are not read)")
-    try:
-        state = load_file(file)
-    except SafetensorError as bad:
-        raise AdapterError(f"{file} cannot be read: {bad}") from None
+    spec, state, file = read_spec(folder), _weights(folder), pathlib.Path(folder) / WEIGHTS
     plan = plan_adapter(model, spec)
     _check(_without_bases(model, state, str(file)), _shapes(model, plan, spec), str(file))
     apply_lora(model, spec)

@@ -24,6 +24,9 @@ def chat(
         str | None,
         Opt("--train-dir", help="Keep the adapter here; without it nothing outlasts the chat."),
     ] = None,
+    tuned: Annotated[
+        str | None, Opt("--adapter", help="A PEFT folder, such as riftco finetune writes, to talk with and learn on.")
+    ] = None,
     rank: Annotated[int, Opt("--rank", help="Of a new adapter.")] = 8,
     lr: Annotated[float, Opt("--lr", help="Learning rate of a step.")] = 2e-3,
     steps: Annotated[int, Opt("--steps", help="Steps of one /learn.")] = 4,
@@ -45,8 +48,9 @@ def chat(
     from ..serve.session import open_chat
 
     talk = open_chat(
-        model, train_dir=train_dir, rank=rank, window=window, cache=cache, weights=weights, device=device, system=system
-    )
+        model, train_dir=train_dir, rank=rank, window=window, cache=cache, weights=weights, device=device,
+        system=system, tuned=tuned,
+    )  # fmt: skip
     sampling = Sampling(temperature=temperature, seed=seed)
     typer.echo(f"weights: {talk.held}", err=True)
     typer.echo("/help for what can be done besides talking")

@@ -29,6 +29,10 @@ def serve(
     train_dir: Annotated[
         str | None, Opt("--train-dir", help="Learn, and keep what was learned here; without it nothing learns.")
     ] = None,
+    tuned: Annotated[
+        str | None,
+        Opt("--adapter", help="A PEFT folder, such as riftco finetune writes: serves everyone; may learn on."),
+    ] = None,
     rank: Annotated[int, Opt("--rank", help="Of a new adapter.")] = 8,
     adapter: Annotated[str, Opt("--adapter-id", help="The adapter that learns; made where there is none.")] = "live",
     lr_max: Annotated[float, Opt("--lr-max", help="The largest learning rate that a request may ask for.")] = 1e-2,
@@ -83,7 +87,7 @@ def serve(
         speculate=speculate, train_dir=train_dir, rank=rank, adapter=adapter, lr_max=lr_max, journal=journal,
         api_key=api_key, admin_key=admin_key, insecure=insecure, cuda_graphs=cuda_graphs, weights=weights,
         device=device, slot_save_path=slot_save_path, cors_origins=cors_origin or (), tls=tls, duty=learn_duty,
-        template=template,
+        template=template, tuned=tuned,
     )  # fmt: skip
 
 

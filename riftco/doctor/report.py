@@ -107,8 +107,9 @@ def examine(devices: Sequence[str] = (), op: str | None = None, tell: Tell = lam
             raise ConfigError(f"--device {device}: {states[device].detail}; {states[device].remedy}")
     report = Report(machine.versions(), machine.machine(), machine.environment(), states)
     for name in ("versions", "machine", "environment"):
-        tell(name)
-        for key, value in getattr(report, name).items():
+        rows = getattr(report, name)
+        tell(name if rows else f"{name}: nothing that steers riftco, PyTorch or the compilers is set")
+        for key, value in rows.items():
             tell(f"  {key:22s} {value}")
     tell("devices")
     for device, state in states.items():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ..adapters import LoraSpec
 from ..models import base_digest
 from ..train.use import load_to_serve
+from .adopt import adopt, weights_for
 from .conversation import Chat
 from .engine import Engine
 from .scheduler import Scheduler
@@ -50,13 +51,16 @@ def open_chat(
     weights: str = "auto",
     device: str = "auto",
     system: str | None = None,
+    tuned: str | None = None,
 ) -> Talk:
-    """Load a model; its adapter is that of `train_dir`, or a new one."""
-    loaded, held = load_to_serve(path, weights=weights, device=device)
+    """Load a model; its adapter is that of `train_dir`, or a new one, which begins as the PEFT folder `tuned`."""
+    loaded, held = load_to_serve(path, weights=weights_for(tuned, weights), device=device)
     store = None if train_dir is None else Store(train_dir, base_digest(path), path)
     longest = loaded.model.config.max_position_embeddings
     engine = Engine(loaded.model, window=min(window or 4096, longest), cache_dtype=cache, store=store)
-    if ADAPTER not in engine.bank.adapters:
+    if tuned is not None:
+        adopt(engine, ADAPTER, tuned)
+    elif ADAPTER not in engine.bank.adapters:
         engine.create(ADAPTER, LoraSpec(rank=rank, alpha=2.0 * rank))
     scheduler = Scheduler(engine)
     scheduler.start()

@@ -1,7 +1,9 @@
 """riftco chat reads its commands from a pipe, and says what a command that cannot be obeyed lacks."""
 
+import torch
 from typer.testing import CliRunner
 
+from riftco.adapters.peft_files import read_adapter
 from riftco.cli.app import app
 
 
@@ -15,3 +17,20 @@ def test_commands_are_read_whole(model):
     assert "/undo takes a number; got 'x'" in said.stderr
     assert said.stdout.count("loss ") == 2
     assert "version 2 serves" in said.stdout and "back at step 1" in said.stdout
+
+
+def test_a_fine_tuned_adapter_is_talked_with_and_learns_on(model, chat, tmp_path):
+    run = tmp_path / "run"
+    how = ["--steps", "1", "--warmup", "0", "--lr", "0.1", "--rank", "4", "--batch-tokens", "128", "--device", "cpu"]
+    made = CliRunner().invoke(app, ["finetune", "--model", model, "--data", chat, "--output", str(run), *how])
+    assert made.exit_code == 0, made.output
+    folder, mine = run / "adapter", tmp_path / "mine"
+    talk = ["chat", "--model", model, "--max-new-tokens", "2", "--cache", "float32", "--train-dir", str(mine)]
+    said = CliRunner().invoke(app, [*talk, "--adapter", str(folder), "--steps", "1"], input="say a\n/learn bbbb\n")
+    assert said.exit_code == 0 and said.stdout.count("loss ") == 1, said.output
+    _, wanted = read_adapter(folder)
+    _, first = read_adapter(mine / "adapters" / "chat" / "versions" / "1")
+    assert any(t.any() for n, t in wanted.items() if "lora_B" in n)
+    assert wanted.keys() == first.keys() and all(torch.equal(wanted[n], t) for n, t in first.items())
+    said = CliRunner().invoke(app, [*talk, "--adapter", str(run)], input="")
+    assert said.exit_code == 2 and f"did you mean {folder}?" in said.stderr

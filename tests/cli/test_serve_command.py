@@ -1,7 +1,11 @@
 """What `riftco serve` makes of its flags, and what it refuses before it loads anything."""
 
+import shutil
+
 import pytest
+import torch
 from cli.conftest import METADATA, VOCABULARY
+from safetensors.torch import load_file, save_file
 from tiny_models import hf_model, write_gguf
 
 from riftco.nn import GGUFLinear
@@ -101,3 +105,75 @@ def test_without_flags_nothing_learns_and_a_tenth_is_the_duty(started, monkeypat
     assert service.scheduler.duty.fraction == 0.1 and service.template == {}
     monkeypatch.setenv("LEARN_DUTY", "0.5")
     assert started()["service"].scheduler.duty.fraction == 0.5
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory, model, chat):
+    """The adapter of a fine-tune over NF4."""
+    from typer.testing import CliRunner
+
+    from riftco.cli.app import app
+
+    run = tmp_path_factory.mktemp("tuned") / "run"
+    how = ["--steps", "1", "--warmup", "0", "--lr", "0.1", "--rank", "4", "--batch-tokens", "128", "--device", "cpu"]
+    made = CliRunner().invoke(app, ["finetune", "--model", model, "--data", chat, "--output", str(run), *how])
+    assert made.exit_code == 0, made.output
+    return run / "adapter"
+
+
+def weights(version):
+    return {name: t.clone() for name, t in version.items()}
+
+
+def test_a_fine_tuned_adapter_serves_everyone_over_the_base_that_it_was_trained_on(started, tuned):
+    service = started("--adapter", tuned)["service"]
+    bank = service.engine.bank
+    assert service.scales == {"live": 1.0} and not service.learns
+    assert bank.of("live").spec.rank == 4 and any(t.any() for n, t in bank.of("live").versions[0].items() if "_B" in n)
+    assert type(bank.model.model.layers[0].self_attn.q_proj).__name__ == "NF4Linear"
+    assert type(
+        started("--adapter", tuned, "--weights", "fp32")["service"].engine.model.model.layers[0].mlp.up_proj
+    ) is (torch.nn.Linear)
+
+
+def test_a_start_with_the_same_adapter_goes_on_with_what_it_learned(started, riftco, model, tuned, tmp_path):
+    flags = ["--adapter", tuned, "--train-dir", tmp_path / "mine", "--adapter-id", "pantry"]
+    engine = started(*flags)["service"].engine
+    first = weights(engine.bank.of("pantry").versions[0])
+    with torch.no_grad():
+        for parameter in engine.bank.shadow("pantry").values():
+            parameter.add_(1)
+    assert engine.promote("pantry") == 2
+    engine.store.close()
+
+    service = started(*flags)["service"]
+    again = service.engine.bank.of("pantry")
+    assert again.version == 2 and service.scales == {"pantry": 1.0}
+    assert all(torch.equal(again.versions[1][n], t + 1) for n, t in first.items())
+    service.engine.store.close()
+
+    other = tmp_path / "other"
+    shutil.copytree(tuned, other)
+    state = load_file(other / "adapter_model.safetensors")
+    save_file({n: t + 1 for n, t in state.items()}, other / "adapter_model.safetensors")
+    how = [
+        "--model",
+        model,
+        "--window",
+        "64",
+        "--cache",
+        "float16",
+        "--train-dir",
+        tmp_path / "mine",
+        "--adapter-id",
+        "pantry",
+    ]
+    said = riftco("serve", *how, "--adapter", other, code=2)
+    assert f"adapter 'pantry' in {tmp_path / 'mine'} did not begin as {other}" in said.stderr
+
+
+def test_an_adapter_that_is_none_is_refused_before_the_model_is_loaded(riftco, tuned):
+    said = riftco("serve", "--model", "absent", "--adapter", tuned.parent, code=2)
+    assert f"{tuned.parent} is no adapter folder: it has no adapter_config.json; did you mean {tuned}?" in said.stderr
+    said = riftco("serve", "--model", "absent", "--adapter", tuned.parent.parent, code=2)
+    assert said.stderr.strip().endswith("it has no adapter_config.json")

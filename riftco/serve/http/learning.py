@@ -9,8 +9,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 from pydantic import ConfigDict, Field
 
-from ...adapters.peft_config import CONFIG, read_spec
-from ...adapters.peft_files import PREFIX, WEIGHTS
+from ...adapters.peft_config import CONFIG
+from ...adapters.peft_files import WEIGHTS, read_adapter
 from ...models import ModelError
 from ..batch import Refused
 from ..conversation import reply_tokens
@@ -137,10 +137,8 @@ def routes(service: Service, admin, folder: pathlib.Path | None) -> APIRouter:
             raise ApiError(400, str(why), param="path") from None
 
         def load_it() -> None:
-            from safetensors.torch import load_file
-
-            state = {k.removeprefix(PREFIX): t for k, t in load_file(where / WEIGHTS).items()}
-            service.engine.create(body.id, read_spec(where), state=state)
+            spec, state = read_adapter(where)
+            service.engine.create(body.id, spec, state=state)
 
         links = any(part.is_symlink() for part in (where, where / WEIGHTS, where / CONFIG))
         if links or not (where / WEIGHTS).is_file():

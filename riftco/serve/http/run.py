@@ -13,6 +13,7 @@ import uvicorn
 from ...adapters import LoraSpec
 from ...models import base_digest
 from ...train.use import load_to_serve
+from ..adopt import adopt, weights_for
 from ..engine import Engine
 from ..saved_slots import SlotFiles
 from ..scheduler import LEARN_DUTY
@@ -28,28 +29,33 @@ def serve_forever(
     train_dir: str | None, rank: int, adapter: str, lr_max: float, journal: int, api_key: str | None,
     admin_key: str | None, insecure: bool, cuda_graphs: bool, weights: str, device: str,
     slot_save_path: str | None = None, cors_origins: Sequence[str] = (), tls: Mapping[str, Any] | None = None,
-    duty: float = LEARN_DUTY, template: Mapping[str, Any] | None = None,
+    duty: float = LEARN_DUTY, template: Mapping[str, Any] | None = None, tuned: str | None = None,
 ) -> None:  # fmt: skip
     """Until SIGINT or SIGTERM: what is being answered ends first, then what was learned is on disk already.
 
-    `tls` is uvicorn's (ssl_keyfile, ssl_certfile, ...).
+    `tuned` is a PEFT folder that `adapter` begins as; it serves whoever names no other. `tls` is uvicorn's
+    (ssl_keyfile, ssl_certfile, ...).
     """
     keys = Keys(api_key, admin_key)
     check_bind(host, keys, insecure)
-    loaded, held = load_to_serve(model, weights=weights, device=device)
+    loaded, held = load_to_serve(model, weights=weights_for(tuned, weights), device=device)
     digest = base_digest(model) if train_dir or slot_save_path else ""
     store = None if train_dir is None else Store(train_dir, digest, model)
     engine = Engine(
         loaded.model, slots=slots, window=window, cache_dtype=cache, chunk=chunk, learn_chunk=learn_chunk,
         store=store, journal=journal, lr_range=(1e-7, lr_max), cuda_graphs=cuda_graphs,
     )  # fmt: skip
-    if store is not None and adapter not in engine.bank.adapters:
+    if tuned is not None:
+        adopt(engine, adapter, tuned)
+    elif store is not None and adapter not in engine.bank.adapters:
         engine.create(adapter, LoraSpec(rank=rank, alpha=2.0 * rank))
-    engine.prepare(guesses=speculate)
+    scales = {adapter: 1.0} if tuned is not None else {}
+    engine.prepare(scales, guesses=speculate)
     name = pathlib.Path(model).stem if model.endswith(".gguf") else pathlib.Path(model).name
     service = Service(
         engine, loaded.tokenizer, name=name, learns=store is not None, speculate=speculate, duty=duty, template=template
     )
+    service.scales = scales
     known = bool(api_key or admin_key) or insecure
     app = create_app(
         service, keys=keys, train_dir=None if train_dir is None else pathlib.Path(train_dir),
