@@ -4,10 +4,15 @@ memory beside time for cases that are run at several budgets."""
 from __future__ import annotations
 
 import csv
+import itertools
 import pathlib
 import re
 
 ROOFS = {"tflop_s": ("TFLOP/s", "roof_matmul_tflop_s", "matmul"), "gb_s": ("GB/s", "roof_copy_gb_s", "copy")}
+
+
+OURS, PEERS = "#2b5fd9", ("#e08b3e", "#5aa469", "#a05fb4", "#8c6d57", "#4fa3b8", "#9aa3ad", "#c2b04a", "#d06a7f")
+INK, PALE = "#333333", "#e3e6ea"
 
 
 def read(path: pathlib.Path) -> list[dict[str, str]]:
@@ -44,32 +49,40 @@ def plot(path: str | pathlib.Path) -> list[pathlib.Path]:
         labels = list(dict.fromkeys(f"{r['case']}\n{r['shape']}" for r in rows))
         peers = list(dict.fromkeys(r["peer"] for r in rows))
         width = 0.8 / len(peers)
-        figure, axes = pyplot.subplots(figsize=(max(6.0, 1.0 + len(labels) * len(peers) * 0.45), 4.5))
+        colors = dict(zip([p for p in peers if p != "riftco"], itertools.cycle(PEERS)))
+        size = (max(7.0, 1.0 + len(labels) * len(peers) * 0.45), 4.5)
+        figure, axes = pyplot.subplots(figsize=size, layout="constrained")
         for i, peer in enumerate(peers):
             mine = [r for r in rows if r["peer"] == peer]
             at = [labels.index(f"{r['case']}\n{r['shape']}") + (i - (len(peers) - 1) / 2) * width for r in mine]
             rates = [float(r[unit]) for r in mine]
             slow = [rate * (1 - float(r["median_ms"]) / float(r["p90_ms"])) for rate, r in zip(rates, mine)]
             fast = [rate * (float(r["median_ms"]) / float(r["p10_ms"]) - 1) for rate, r in zip(rates, mine)]
-            axes.bar(at, rates, width * 0.92, label=peer, yerr=[slow, fast], error_kw={"elinewidth": 0.8})
+            axes.bar(
+                at, rates, width * 0.92, label=peer, color=colors.get(peer, OURS), yerr=[slow, fast],
+                error_kw={"elinewidth": 0.9, "ecolor": INK},
+            )  # fmt: skip
         roof = float(rows[0][roof_column])
-        axes.axhline(roof, color="black", linestyle="--", linewidth=1)
+        axes.axhline(roof, color=INK, linestyle="--", linewidth=1)
         axes.annotate(
             f"measured {roof_name}: {roof:.4g} {label}", (0, roof), xycoords=("axes fraction", "data"),
             xytext=(4, 3), textcoords="offset points", fontsize=8,
         )  # fmt: skip
-        axes.set_xticks(range(len(labels)), labels, fontsize=7)
-        axes.set_ylabel(f"{label}, {rows[0]['pass']}")
+        axes.set_xticks(range(len(labels)), labels, fontsize=8)
+        axes.set_ylabel(f"{label}, {rows[0]['pass']}", fontsize=9)
+        axes.tick_params(axis="y", labelsize=8, length=0)
+        axes.tick_params(axis="x", length=0)
+        axes.grid(axis="y", color=PALE)
+        axes.set_axisbelow(True)
         axes.set_ylim(0, 1.15 * max(roof, *(float(r[unit]) for r in rows)))
         first = rows[0]
-        axes.set_title(
+        figure.suptitle(
             f"{op}, {first['dtype']}, {first['machine']}\n{first['date']}, commit {first['commit']}, "
             f"torch {first['torch']}; bars: median, lines: p10 to p90",
-            fontsize=8,
+            fontsize=9,
         )
-        axes.legend(fontsize=7)
-        axes.spines[["top", "right"]].set_visible(False)
-        figure.tight_layout()
+        figure.legend(loc="outside lower center", ncols=min(len(peers), 6), fontsize=8, frameon=False)
+        axes.spines[["top", "right", "left"]].set_visible(False)
         image = path.with_name(f"{path.stem}-{op}.png")
         figure.savefig(image, dpi=150)
         pyplot.close(figure)
@@ -99,7 +112,7 @@ def plot_memory(path: str | pathlib.Path) -> list[pathlib.Path]:
         for panel, name in zip(axes.flat, names):
             mine = sorted(((int(m["mib"]), r) for m, r in rows if m and m["case"] == name), key=lambda pair: pair[0])
             at = [(_extra_mib(r), float(r["median_ms"])) for _, r in mine]
-            panel.plot(*zip(*at), "o-", label="riftco")
+            panel.plot(*zip(*at), "o-", color=OURS, label="riftco")
             for (mib, _), point in zip(mine, at):
                 panel.annotate(f"{mib}", point, xytext=(3, 4), textcoords="offset points", fontsize=7)
             for r in (r for m, r in rows if not m and r["case"] == name and r["peer"] != "riftco"):

@@ -13,6 +13,7 @@ import dataclasses
 import datetime
 import importlib
 import importlib.util
+import itertools
 import pathlib
 import sys
 from collections.abc import Callable, Iterator
@@ -290,9 +291,12 @@ def _rates(cases, case: Case, dtype: torch.dtype, which: str, whole: bool, ms: f
 
 def show(row: dict[str, Any]) -> str:
     ms = f"{row['median_ms']:10.3f} ms" if row.get("median_ms") is not None else f"{row['status']:>13s}"
-    spread = f" ({row['p10_ms']:.3f}-{row['p90_ms']:.3f})" if row.get("median_ms") is not None else ""
+    timed = row.get("median_ms") is not None
+    between = f"({row['p10_ms']:.3f}-{row['p90_ms']:.3f})" if timed else ""
+    spread = f" {between:18s}" if timed else ""
     rates = (("tflop_s", "TFLOP/s"), ("gb_s", "GB/s"))
-    rate = "".join(f" {row[n]:8.4g} {unit}" for n, unit in rates if row.get(n) is not None)
+    said = (f"{row[n]:9.4g} {unit}" if row.get(n) is not None else "" for n, unit in rates)
+    rate = "".join(f" {text:{10 + len(unit)}s}" for text, (_, unit) in zip(said, rates)) if timed else ""
     peak = f" peak {row['peak_bytes'] / 2**20:9.1f} MiB" if row.get("peak_bytes") is not None else ""
     why = f"  {row['why']}" if row.get("why") else ""
     return f"  {row['pass']:17s} {row['peer']:14s} {ms}{spread}{rate}{peak}{why}"
@@ -365,9 +369,17 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seconds", type=float, default=2.0, help="about how long one case and pass is timed")
     p.add_argument("--max-gflop", type=float, help="skip larger cases; default 100 but on cuda")
     p.add_argument("--max-gb", type=float, help="skip cases that move more in float64; default 1 but on cuda")
-    p.add_argument("--out", type=pathlib.Path, help="CSV file; default <folder>/<date>-<device>.csv")
+    p.add_argument(
+        "--out", type=pathlib.Path, help="CSV file; default <folder>/<date>-<device>.csv, numbered after the first"
+    )
     p.add_argument("--plot", action="store_true", help="write PNGs beside the CSV")
     return p
+
+
+def unused(path: pathlib.Path) -> pathlib.Path:
+    """This path, or the first of path-2, path-3, .. where nothing lies: the day's first rows are kept."""
+    names = itertools.chain([path], (path.with_stem(f"{path.stem}-{n}") for n in itertools.count(2)))
+    return next(p for p in names if not p.exists())
 
 
 def main(argv: list[str] | None = None, folder: str | pathlib.Path = "bench-results") -> int:
@@ -390,7 +402,7 @@ def main(argv: list[str] | None = None, folder: str | pathlib.Path = "bench-resu
     options.max_gflop = options.max_gflop or (float("inf") if gpu else 100.0)
     options.max_gb = options.max_gb or (float("inf") if gpu else 1.0)
     dtype = getattr(torch, options.dtype or ("bfloat16" if gpu else "float32"))
-    out = options.out or pathlib.Path(folder) / f"{datetime.date.today()}-{target.name}.csv"
+    out = options.out or unused(pathlib.Path(folder) / f"{datetime.date.today()}-{target.name}.csv")
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)

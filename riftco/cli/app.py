@@ -31,7 +31,7 @@ SHARED = ("finetune", "bench")  # what several processes may run together
 
 app = typer.Typer(
     name="riftco",
-    help="Fine-tune language models: full, LoRA, QLoRA; on NVIDIA, Apple, TPU, CPU.",
+    help="Fine-tune language models (QLoRA, LoRA, full) and serve them; on NVIDIA, Apple, TPU, CPU.",
     no_args_is_help=True,
     invoke_without_command=True,
     pretty_exceptions_enable=False,
@@ -72,18 +72,18 @@ def _root(
         raise typer.Exit(BAD_INPUT)
 
 
-app.command("quickstart")(quickstart.quickstart)
-app.command("finetune")(finetune.finetune)
-app.command("train-tiny")(train_tiny.train_tiny)
+app.command("quickstart", short_help="Fine-tune a small model on sample data, in a few minutes.")(quickstart.quickstart)
+app.command("finetune", short_help="Fine-tune a model on your data: QLoRA, LoRA or full.")(finetune.finetune)
+app.command("train-tiny", short_help="Train a tiny model from scratch, to check a machine.")(train_tiny.train_tiny)
 app.command("evaluate")(evaluate.evaluate)
-app.command("chat")(chat.chat)
-app.command("serve")(serve.serve)
+app.command("chat", short_help="Talk with a model, correct it, and have it learn.")(chat.chat)
+app.command("serve", short_help="Serve a model over HTTP, and have it learn.")(serve.serve)
 app.command("generate")(generate.generate)
-app.command("merge")(merge.merge)
-app.command("export")(export.export)
+app.command("merge", short_help="Put an adapter into the weights of a model.")(merge.merge)
+app.command("export", short_help="Write a model or an adapter as another program reads it.")(export.export)
 app.command("quantize")(quantize.quantize)
-app.command("memory")(memory.memory)
-app.command("explain")(explain.explain)
-app.command("doctor")(doctor.doctor)
+app.command("memory", short_help="Where a training step's memory goes, and what fits.")(memory.memory)
+app.command("explain", short_help="Which implementation each op runs on a device, and why.")(explain.explain)
+app.command("doctor", short_help="What of this machine works, as text for a bug report.")(doctor.doctor)
 app.add_typer(data.app, name="data")
 app.add_typer(bench.app, name="bench")

@@ -13,14 +13,14 @@ app = typer.Typer(help="Measure, mostly with random weights.", no_args_is_help=T
 BENCHES = {
     "ops": ("run", "Every op beside its peers."),
     "e2e": ("e2e", "A training step beside transformers + PEFT + bitsandbytes."),
-    "step-profile": ("step_profile", "Where a training step's time goes on a GPU, kernel by kernel."),
+    "step-profile": ("step_profile", "Where a step's time goes on a GPU, kernel by kernel."),
     "step-graph": ("step_graph", "A training step, eager and recorded."),
-    "many-gpus": ("many_gpus", "torchrun: tokens/s of several GPUs, and a full fine-tune that one has no room for."),
-    "learn-live": ("learn_live", "What neighbours notice of a learn: gaps between tokens, memory, the loss."),
+    "many-gpus": ("many_gpus", "torchrun: tokens/s of several GPUs."),
+    "learn-live": ("learn_live", "What neighbours notice of a learn."),
     "learn-memory": ("learn_memory", "A learn's memory and time over long windows."),
-    "decode": ("decode", "Tokens/s of decoding, beside what reading the weights allows."),
-    "decode-cpu": ("decode_cpu", "Tokens/s of a real model on a CPU, compiled and in Python."),
-    "serve-load": ("serve_load", "A server under many clients, or under everything at once for long."),
+    "decode": ("decode", "Tokens/s of decoding, beside the bandwidth's limit."),
+    "decode-cpu": ("decode_cpu", "Tokens/s of a real model on a CPU, compiled or not."),
+    "serve-load": ("serve_load", "A server under many clients, or everything at once."),
     "load-memory": ("load_memory", "The peak of loading a sharded model as NF4."),
 }
 ALL = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}

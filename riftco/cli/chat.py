@@ -32,7 +32,9 @@ def chat(
     steps: Annotated[int, Opt("--steps", help="Steps of one /learn.")] = 4,
     system: Annotated[str | None, Opt("--system", help="A system message.")] = None,
     window: Annotated[int | None, Opt("--window", help="Tokens that the conversation may have.")] = None,
-    cache: Annotated[str, Opt("--cache", help="float32, float16, bfloat16 or q8_0.")] = "q8_0",
+    cache: Annotated[
+        str, Opt("--cache", autocompletion=options.CACHES, help="float32, float16, bfloat16 or q8_0.")
+    ] = "q8_0",
     max_new_tokens: Annotated[int, Opt("--max-new-tokens", help="Most tokens of an answer.")] = 256,
     temperature: Annotated[float, Opt("--temperature", help="0 takes the likeliest token.")] = 0.0,
     seed: Annotated[int | None, Opt("--seed", help="Of the sampling.")] = None,

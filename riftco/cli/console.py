@@ -29,11 +29,15 @@ class LineReporter(Reporter):
     def note(self, text: str) -> None:
         print(text, flush=True)
 
+    def begin(self, step: int, total: int) -> None:
+        self.total = total
+
     def metric(self, metric: TrainingMetric) -> None:
         clipped = f" clip {metric.clip_scale:.3f}" if metric.clip_scale < 1 else ""
         self.note(
-            f"step {metric.step} loss {metric.loss:.4f} norm {metric.gradient_norm:.3f}{clipped} lr {metric.lr:.2e} "
-            f"{metric.tokens} labels {metric.tokens_per_s:.0f} tokens/s peak {gib(metric.peak_bytes)}"
+            f"step {metric.step}/{self.total} loss {metric.loss:.4f} norm {metric.gradient_norm:.3f}{clipped} "
+            f"lr {metric.lr:.2e} {metric.tokens} labels {metric.tokens_per_s:.0f} tokens/s "
+            f"peak {gib(metric.peak_bytes)}"
         )
 
     def evaluation(self, name: str, result: Evaluation) -> None:

@@ -16,7 +16,7 @@ app = typer.Typer(help="Look at training data.", no_args_is_help=True, rich_mark
 def _group() -> None: ...
 
 
-@app.command("inspect")
+@app.command("inspect", short_help="Show what of each example is trained on.")
 @command
 def inspect(
     file: Annotated[str, typer.Argument(help="A JSONL file.")],

@@ -14,7 +14,12 @@ from .errors import FAILED, command
 @command
 def doctor(
     device: Annotated[
-        list[str] | None, typer.Option("--device", help="cpu, cuda, mps (or metal), xla (or tpu); may be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--device",
+            autocompletion=options.known("cpu", "cuda", "mps", "xla"),
+            help="cpu, cuda, mps (or metal), xla (or tpu); may be repeated.",
+        ),
     ] = None,
     op: Annotated[str | None, typer.Option("--op", help="Only ops whose name contains this; no training.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,

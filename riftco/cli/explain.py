@@ -13,8 +13,22 @@ from .errors import command
 
 @command
 def explain(
-    device: Annotated[str | None, typer.Option("--device", help="cpu, cuda, mps (or metal), xla (or tpu).")] = None,
-    dtype: Annotated[str, typer.Option("--dtype", help="float32, float16, bfloat16 or float64.")] = "float32",
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            autocompletion=options.known("cpu", "cuda", "mps", "xla"),
+            help="cpu, cuda, mps (or metal), xla (or tpu).",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            "--dtype",
+            autocompletion=options.known("float32", "float16", "bfloat16", "float64"),
+            help="float32, float16, bfloat16 or float64.",
+        ),
+    ] = "float32",
     op: Annotated[str | None, typer.Option("--op", help="Only ops whose name contains this.")] = None,
     model: Annotated[
         str | None, typer.Option("--model", help="Which attention backward a run of this model would pick.")

@@ -15,7 +15,12 @@ def export(
     model: options.Model,
     output: options.Output,
     format: Annotated[
-        str, typer.Option("--format", help="gguf-lora (the adapter for llama.cpp), gguf or hf (the model).")
+        str,
+        typer.Option(
+            "--format",
+            autocompletion=options.known("gguf-lora", "gguf", "hf"),
+            help="gguf-lora (the adapter for llama.cpp), gguf or hf (the model).",
+        ),
     ] = "gguf",
     adapter: options.Adapter = None,
     dtype: options.Dtype = "auto",

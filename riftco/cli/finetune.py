@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated, Any
 
 import typer
@@ -19,7 +20,9 @@ def finetune(
     output: Annotated[str | None, Opt("--output", help="A new folder for the run; the adapter is in it.")] = None,
     eval: Annotated[str | None, Opt("--eval", help="Held-out JSONL, evaluated before and after.")] = None,
     eval_split: Annotated[float | None, Opt("--eval-split", help="Or: hold out this fraction of --data.")] = None,
-    method: Annotated[str | None, Opt("--method", help="qlora (default), lora or full.")] = None,
+    method: Annotated[
+        str | None, Opt("--method", autocompletion=options.METHODS, help="qlora (default), lora or full.")
+    ] = None,
     rank: Annotated[int | None, Opt("--rank", help="LoRA rank [16].")] = None,
     alpha: Annotated[float | None, Opt("--alpha", help="The adapter is scaled by alpha / rank [32].")] = None,
     dropout: Annotated[float | None, Opt("--dropout", help="Dropout of the adapter's input [0].")] = None,
@@ -45,9 +48,23 @@ def finetune(
     train_tokens: Annotated[
         str | None, Opt("--train-tokens", help="Rows of the embedding to train: 5,7,100-110.")
     ] = None,
-    bias: Annotated[str | None, Opt("--bias", help="Biases to train: none (default), all or lora_only.")] = None,
+    bias: Annotated[
+        str | None,
+        Opt(
+            "--bias",
+            autocompletion=options.known("none", "all", "lora_only"),
+            help="Biases to train: none (default), all or lora_only.",
+        ),
+    ] = None,
     lr: Annotated[float | None, Opt("--lr", help="Highest learning rate [2e-4; full: 2e-5].")] = None,
-    schedule: Annotated[str | None, Opt("--schedule", help="constant, linear (default), cosine or wsd.")] = None,
+    schedule: Annotated[
+        str | None,
+        Opt(
+            "--schedule",
+            autocompletion=options.known("constant", "linear", "cosine", "wsd"),
+            help="constant, linear (default), cosine or wsd.",
+        ),
+    ] = None,
     warmup: Annotated[int | None, Opt("--warmup", help="Steps of linear warm-up [5].")] = None,
     steps: Annotated[int | None, Opt("--steps", help="Optimizer steps; else --epochs.")] = None,
     epochs: Annotated[int | None, Opt("--epochs", help="Passes over the data [1].")] = None,
@@ -59,6 +76,7 @@ def finetune(
         str | None,
         Opt(
             "--parallel",
+            autocompletion=options.known("auto", "ddp", "fsdp"),
             help="torchrun's processes hold the weights each (ddp) or together (fsdp); auto: full fsdp, else ddp.",
         ),
     ] = None,
@@ -89,25 +107,46 @@ def finetune(
     gradient_clip: Annotated[float | None, Opt("--gradient-clip", help="Largest global gradient norm [1].")] = None,
     seed: Annotated[int | None, Opt("--seed", help="Of the order, the adapter and dropout [0].")] = None,
     device: Annotated[
-        str | None, Opt("--device", "--backend", help="auto (default), cpu, cuda, cuda:N, mps (or metal) or tpu.")
+        str | None,
+        Opt(
+            "--device",
+            "--backend",
+            autocompletion=options.DEVICES,
+            help="auto (default), cpu, cuda, cuda:N, mps (or metal) or tpu.",
+        ),
     ] = None,
-    dtype: Annotated[str | None, Opt("--dtype", help="auto (default), fp32 or bf16.")] = None,
+    dtype: Annotated[
+        str | None, Opt("--dtype", autocompletion=options.DTYPES, help="auto (default), fp32 or bf16.")
+    ] = None,
     weights: Annotated[
         str | None,
         Opt(
-            "--weights", help="How the base is held: auto (default: qlora nf4, else --dtype), nf4, packed, bf16, fp32."
+            "--weights",
+            autocompletion=options.known("auto", "nf4", "packed", "bf16", "fp32"),
+            help="How the base is held: auto (default: qlora nf4, else --dtype), nf4, packed, bf16, fp32.",
         ),
     ] = None,
     activation_checkpointing: Annotated[
-        str | None, Opt("--activation-checkpointing", help="disabled (default), selective or block: ever less memory.")
+        str | None,
+        Opt(
+            "--activation-checkpointing",
+            autocompletion=options.CHECKPOINTING,
+            help="disabled (default), selective or block: ever less memory.",
+        ),
     ] = None,
     attention: Annotated[
-        str | None, Opt("--attention", help="flash (default), or materialized: quadratic memory, for comparison.")
+        str | None,
+        Opt(
+            "--attention",
+            autocompletion=options.ATTENTIONS,
+            help="flash (default), or materialized: quadratic memory, for comparison.",
+        ),
     ] = None,
     optimizer_state: Annotated[
         str | None,
         Opt(
             "--optimizer-state",
+            autocompletion=options.MOMENTS,
             help="How Adam keeps its moments: contiguous, paged (qlora's) or paged-8bit.",
         ),
     ] = None,
@@ -142,7 +181,8 @@ def finetune(
 
     with Ranks.join().until_done() as ranks:
         shown = reporter(log_json=log_json) if ranks.main else Reporter()
-        result = prepare(given, resume=resume, reporter=shown, ranks=ranks).train()
+        run = prepare(given, resume=resume, reporter=shown, ranks=ranks)
+        result = run.train()
     if result.stopped and result.step == result.total_steps:  # in the last evaluation: nothing is left to resume
         shown.note(f"all {result.step} steps are done, written to {result.weights}; stopped before their evaluation")
         raise typer.Exit(STOPPED)
@@ -153,3 +193,6 @@ def finetune(
         )
         raise typer.Exit(STOPPED)
     shown.note(f"{result.step} steps in {result.seconds:.0f} s; written to {result.weights}")
+    made, base = shlex.quote(str(result.weights)), shlex.quote(run.config.model)
+    tuned = f"--model {made}" if run.config.method == "full" else f"--model {base} --adapter {made}"
+    shown.note(f"ask it something: riftco generate {tuned} --prompt '...'")

@@ -21,14 +21,18 @@ def memory(
     top: Annotated[int, Opt("--top", help="How many tensors to list.")] = 20,
     tokens: Annotated[int, Opt("--tokens", help="Tokens of a row.")] = 512,
     batch: Annotated[int, Opt("--batch", help="Rows.")] = 1,
-    method: Annotated[str, Opt("--method", help="qlora, lora or full.")] = "qlora",
+    method: Annotated[str, Opt("--method", autocompletion=options.METHODS, help="qlora, lora or full.")] = "qlora",
     rank: Annotated[int, Opt("--rank", help="Of the adapter.")] = 16,
-    dtype: Annotated[str, Opt("--dtype", help="auto, fp32 or bf16.")] = "auto",
+    dtype: Annotated[str, Opt("--dtype", autocompletion=options.DTYPES, help="auto, fp32 or bf16.")] = "auto",
     activation_checkpointing: Annotated[
-        str, Opt("--activation-checkpointing", help="As in riftco finetune.")
+        str, Opt("--activation-checkpointing", autocompletion=options.CHECKPOINTING, help="As in riftco finetune.")
     ] = "disabled",
-    attention: Annotated[str, Opt("--attention", help="flash or materialized.")] = "flash",
-    optimizer_state: Annotated[str, Opt("--optimizer-state", help="auto, contiguous, paged or paged-8bit.")] = "auto",
+    attention: Annotated[
+        str, Opt("--attention", autocompletion=options.ATTENTIONS, help="flash or materialized.")
+    ] = "flash",
+    optimizer_state: Annotated[
+        str, Opt("--optimizer-state", autocompletion=options.MOMENTS, help="auto, contiguous, paged or paged-8bit.")
+    ] = "auto",
     predict: Annotated[
         bool, Opt("--predict", help="Predict the peak from the config, for any --device; nothing is run or allocated.")
     ] = False,

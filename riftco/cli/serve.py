@@ -20,7 +20,9 @@ def serve(
     port: Annotated[int, Opt("--port", min=1, max=65535, help="Port to listen on.")] = 8080,
     slots: Annotated[int, Opt("--slots", min=1, help="Conversations held at once.")] = 4,
     window: Annotated[int | None, Opt("--window", help="Tokens of a slot; the model's context unless given.")] = None,
-    cache: Annotated[str, Opt("--cache", help="float32, float16, bfloat16 or q8_0.")] = "q8_0",
+    cache: Annotated[
+        str, Opt("--cache", autocompletion=options.CACHES, help="float32, float16, bfloat16 or q8_0.")
+    ] = "q8_0",
     chunk: Annotated[int, Opt("--chunk", min=1, help="Rows of a forward.")] = 512,
     learn_chunk: Annotated[
         int | None, Opt("--learn-chunk", min=1, help="Rows of a learn's chunk; 2048 on a GPU, else --chunk.")

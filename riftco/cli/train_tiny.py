@@ -15,10 +15,18 @@ Opt = typer.Option
 @command
 def train_tiny(
     steps: Annotated[int, Opt("--steps", help="Optimizer steps, 1 or more.")] = 200,
-    backend: Annotated[str, Opt("--backend", help="cpu, cuda, metal or tpu.")] = "cpu",
-    attention: Annotated[str, Opt("--attention", help="materialized or flash.")] = "materialized",
-    activation_checkpointing: Annotated[str, Opt("--activation-checkpointing", help="disabled or block.")] = "disabled",
-    method: Annotated[str, Opt("--method", help="full, lora or qlora.")] = "full",
+    backend: Annotated[
+        str,
+        Opt("--backend", autocompletion=options.known("cpu", "cuda", "metal", "tpu"), help="cpu, cuda, metal or tpu."),
+    ] = "cpu",
+    attention: Annotated[
+        str, Opt("--attention", autocompletion=options.ATTENTIONS, help="materialized or flash.")
+    ] = "materialized",
+    activation_checkpointing: Annotated[
+        str,
+        Opt("--activation-checkpointing", autocompletion=options.known("disabled", "block"), help="disabled or block."),
+    ] = "disabled",
+    method: Annotated[str, Opt("--method", autocompletion=options.METHODS, help="full, lora or qlora.")] = "full",
     seed: Annotated[int, Opt("--seed", help="Of the sampler.")] = 0,
     model_seed: Annotated[int, Opt("--model-seed", help="Of the model's first weights.")] = 0,
     output: Annotated[str | None, Opt("--output", help="Save the model or adapter in this new folder.")] = None,

@@ -90,6 +90,18 @@ def test_no_speed_where_only_the_benched_case_is_wrong(bench):
     assert any(r["median_ms"] for r in rows if r["case"] == "offset")
 
 
+def test_a_second_run_of_the_day_keeps_the_rows_of_the_first(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(timing, "roofs", lambda *a: {"copy_gb_s": 10.0, "matmul_tflop_s": 1.0})
+    how = ["rms_norm", "--device", "cpu", "--only", "SmolLM2", "--peers", "torch eager", "--seconds", "0.01"]
+    for _ in range(3):
+        assert run.main([*how, "--scale", "64"], folder=tmp_path) == 0
+    first, *more = sorted(tmp_path.iterdir(), key=lambda p: (len(p.name), p.name))
+    assert [p.name for p in more] == [f"{first.stem}-2.csv", f"{first.stem}-3.csv"]
+    assert all(len(plot.read(p)) == 4 for p in (first, *more))
+    lines = [s for s in capsys.readouterr().out.splitlines() if " ms " in s]
+    assert len({s.index(" peak ") for s in lines}) == 1, "columns line up"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 def test_emulated_devices_report_bytes_and_no_speed(bench):
     status, rows, _ = bench("--device", "cpu-triton", "--peers", "exact")

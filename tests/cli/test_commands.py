@@ -132,6 +132,8 @@ def test_quickstart_runs_and_a_second_time_says_what_to_do(riftco, monkeypatch, 
         "held-out loss ",
         "tokens/s, peak memory ",
         f"adapter:   {tmp_path}/run/adapter",
+        f"ask it:    riftco generate --model {tiny} --adapter {tmp_path}/run/adapter --prompt ",
+        f"serve it:  riftco serve --model {tiny} --adapter {tmp_path}/run/adapter --train-dir mine\n",
     ):
         assert part in out
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").exists()

@@ -142,10 +142,13 @@ def test_lines_for_people(riftco, model, chat, tmp_path):
     done = riftco(
         "finetune", "--model", model, "--data", chat, "--eval-split", 0.2, "--output", tmp_path / "run", *SMALL
     )
-    assert "step 6 loss " in done.stdout
+    assert "step 6/6 loss " in done.stdout
     assert done.stdout.count("attention backward: native (cpu runs riftco.kernels.attention.cpu:backward for ") == 1
     assert "held out, after training: loss " in done.stdout
-    assert f"written to {tmp_path / 'run' / 'adapter'}" in done.stdout
+    made = tmp_path / "run" / "adapter"
+    assert (
+        f"written to {made}\nask it something: riftco generate --model {model} --adapter {made} --prompt" in done.stdout
+    )
 
 
 # --- bad input -----------------------------------------------------------------------------------------------------
