@@ -1,5 +1,5 @@
-"""Figures from a bench CSV, one or two an op: bars of peers side by side under the measured roof of the machine, and
-memory beside time for cases that are run at several budgets."""
+"""Figures from a bench CSV: for an op, and for each pass of it that has a rate, bars of peers side by side under the
+measured roof of the machine; and memory beside time for cases that are run at several budgets."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import csv
 import itertools
 import pathlib
 import re
+import textwrap
 
 ROOFS = {"tflop_s": ("TFLOP/s", "roof_matmul_tflop_s", "matmul"), "gb_s": ("GB/s", "roof_copy_gb_s", "copy")}
 
@@ -23,8 +24,16 @@ def read(path: pathlib.Path) -> list[dict[str, str]]:
 BUDGET = re.compile(r"(?P<case>.*), (?P<mib>\d+) MiB")  # how a case's name ends that is one of several budgets
 
 
+def _wrapped(label: str) -> str:
+    """Short enough for a label of the axis to leave its neighbours their room."""
+    return "\n".join(textwrap.fill(line, 22) for line in label.split("\n"))
+
+
 def unit_of(rows: list[dict[str, str]]) -> str:
-    """The rate whose roof is the nearer one for most of the rows: what bounds the op."""
+    """The rate whose roof is the nearer one for most of the rows: what bounds the op. Of a part of it only operations
+    are counted."""
+    if not all(r["gb_s"] for r in rows):
+        return "tflop_s"
     compute = sum(
         float(r["tflop_s"]) / float(r["roof_matmul_tflop_s"]) > float(r["gb_s"]) / float(r["roof_copy_gb_s"])
         for r in rows
@@ -42,8 +51,8 @@ def plot(path: str | pathlib.Path) -> list[pathlib.Path]:
     path = pathlib.Path(path)
     timed = [r for r in read(path) if r["tflop_s"] and not BUDGET.fullmatch(r["case"])]
     images = []
-    for op in dict.fromkeys(r["op"] for r in timed):
-        rows = [r for r in timed if r["op"] == op]
+    for op, which in dict.fromkeys((r["op"], r["pass"]) for r in timed):
+        rows = [r for r in timed if (r["op"], r["pass"]) == (op, which)]
         unit = unit_of(rows)
         label, roof_column, roof_name = ROOFS[unit]
         labels = list(dict.fromkeys(f"{r['case']}\n{r['shape']}" for r in rows))
@@ -68,13 +77,13 @@ def plot(path: str | pathlib.Path) -> list[pathlib.Path]:
             f"measured {roof_name}: {roof:.4g} {label}", (0, roof), xycoords=("axes fraction", "data"),
             xytext=(4, 3), textcoords="offset points", fontsize=8,
         )  # fmt: skip
-        axes.set_xticks(range(len(labels)), labels, fontsize=8)
-        axes.set_ylabel(f"{label}, {rows[0]['pass']}", fontsize=9)
+        axes.set_xticks(range(len(labels)), [_wrapped(text) for text in labels], fontsize=8)
+        axes.set_ylabel(f"{label}, {which}", fontsize=9)
         axes.tick_params(axis="y", labelsize=8, length=0)
         axes.tick_params(axis="x", length=0)
         axes.grid(axis="y", color=PALE)
         axes.set_axisbelow(True)
-        axes.set_ylim(0, 1.15 * max(roof, *(float(r[unit]) for r in rows)))
+        axes.set_ylim(0, 1.1 * max(roof, *(float(r[unit]) for r in rows)))
         first = rows[0]
         figure.suptitle(
             f"{op}, {first['dtype']}, {first['machine']}\n{first['date']}, commit {first['commit']}, "
@@ -83,7 +92,9 @@ def plot(path: str | pathlib.Path) -> list[pathlib.Path]:
         )
         figure.legend(loc="outside lower center", ncols=min(len(peers), 6), fontsize=8, frameon=False)
         axes.spines[["top", "right", "left"]].set_visible(False)
-        image = path.with_name(f"{path.stem}-{op}.png")
+        all_of_it = max((r["pass"] for r in timed if r["op"] == op), key=len)  # forward+backward, where there is one
+        part = "" if which == all_of_it else f"-{which}"
+        image = path.with_name(f"{path.stem}-{op}{part}.png")
         figure.savefig(image, dpi=150)
         pyplot.close(figure)
         images.append(image)
