@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import shlex
 from typing import Annotated
 
@@ -48,6 +49,8 @@ def quickstart(
     )
     shown.note(f"{speed:.0f} tokens/s, peak memory {gib(result.peak_bytes)}, {result.seconds:.0f} s")
     shown.note(f"adapter:   {result.weights}")
-    model = f"--model {shlex.quote(first.run.config.model)} --adapter {shlex.quote(str(result.weights))}"
+    path = pathlib.Path(first.run.config.model)
+    near = path.relative_to(pathlib.Path.cwd()) if path.is_relative_to(pathlib.Path.cwd()) else path
+    model = f"--model {shlex.quote(str(near))} --adapter {shlex.quote(str(result.weights))}"
     shown.note(f"ask it:    riftco generate {model} --prompt 'We ate three jars of honey from the attic.'")
     shown.note(f"serve it:  riftco serve {model} --train-dir mine")
