@@ -41,6 +41,13 @@ def test_links_lead_somewhere(page):
     assert not broken(page, page.read_text())
 
 
+@pytest.mark.parametrize("page", MARKDOWN, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_fences_are_those_that_the_site_knows(page):
+    """Any other opens no block there, and all up to the next fence is set as text."""
+    for fence in re.findall(r"^```(.*)$", page.read_text(), re.M):
+        assert re.fullmatch(r"|\w+( title=\"[^\"]+\")?", fence), fence
+
+
 def test_the_check_of_links_can_fail():
     page = ROOT / "README.md"
     text = "[a](docs/ops.md) [b](docs/none.md) [c](#tests) [d](#nowhere) [e](docs/ops.md#losses) [f](docs/ops.md#no)"

@@ -34,7 +34,7 @@ def url(tmp_path):
 
 
 def test_what_it_says_with_curl(url):
-    (code,) = re.findall(r"^```sh curl\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    (code,) = re.findall(r'^```sh title="in another terminal"\n(.*?)^```', PAGE.read_text(), re.M | re.S)
     assert "http://127.0.0.1:8080" in code
     code = code.replace("http://127.0.0.1:8080", url).replace("1e-3", "4e-3")  # its adapter knows the form already
     done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=300)

@@ -29,7 +29,7 @@ def url(tmp_path_factory):
 
 
 def test_a_stranger_can_follow_it(url, capsys):
-    (code,) = re.findall(r"^```python server\n(.*?)^```", README.read_text(), re.M | re.S)
+    (code,) = re.findall(r'^```python title="against the server"\n(.*?)^```', README.read_text(), re.M | re.S)
     assert "http://127.0.0.1:8080" in code
     exec(compile(code.replace("http://127.0.0.1:8080", url), "README.md", "exec"), {})
     losses = [float(line.removeprefix("loss ")) for line in capsys.readouterr().out.splitlines()]
