@@ -1,4 +1,4 @@
-"""Times ops against their peers: `python bench/run.py [op ...] [--device cpu|cuda] [--out results.csv]`.
+"""Times ops against their peers: `riftco bench ops [op ...] [--device cpu|cuda] [--out results.csv]`.
 
 For each case riftco and every peer are first held against the spec in float64, on the case's own options with fewer
 rows; who is wrong is refused and not timed, and where riftco is wrong nothing of that op is timed. Emulated devices

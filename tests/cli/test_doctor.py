@@ -53,6 +53,12 @@ def test_the_text_holds_what_a_bug_report_needs(riftco, quick, monkeypatch):
     assert "swiglu" not in text and "training" not in text and "do not print" not in text
 
 
+def test_an_environment_that_steers_nothing_says_so(riftco, quick, monkeypatch):
+    monkeypatch.setattr(machine, "environment", dict)
+    said = riftco("doctor", "--device", "cpu", "--op", "swiglu").stdout
+    assert "\nenvironment: nothing that steers riftco, PyTorch or the compilers is set\ndevices\n" in said
+
+
 def test_a_kernel_that_is_wrong_is_named(riftco, quick, monkeypatch):
     real, wrong = _contract.load, _contract.own("rope", "cpu").path
 
