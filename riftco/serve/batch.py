@@ -140,12 +140,12 @@ class Batch:
     def runs(self) -> Iterator[Run]:
         start, positions = 0, self.positions.tolist()
         for slot, rows in itertools.groupby(self.slots.tolist()):
-            end = start + sum(1 for _ in rows)
+            end = start + len(list(rows))
             yield Run(slot, positions[start], start, end)
             start = end
 
-    def check(self, vocab: int) -> None:
-        """Refuse what is no batch, or cannot train."""
+    def check(self, vocab: int) -> list[Run]:
+        """Its runs; refuses what is no batch, or cannot train."""
         if not len(self):
             raise Refused("a batch has one row or more")
         for field in dataclasses.fields(self):
@@ -166,6 +166,7 @@ class Batch:
                 raise Refused(f"slot {run.slot}: its rows must be at consecutive positions from {run.position} on")
         if self.label is not None:
             self._check_labels(vocab, runs)
+        return runs
 
     def _check_labels(self, vocab: int, runs: list[Run]) -> None:
         assert self.label is not None

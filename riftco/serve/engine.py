@@ -359,8 +359,7 @@ class Engine:
         return Lesson(slot, n_cached, held.key, ids, label, weight)
 
     def _check(self, batch: Batch) -> list[Run]:
-        batch.check(self.model.config.vocab_size)
-        runs = list(batch.runs())
+        runs = batch.check(self.model.config.vocab_size)
         for run in runs:
             held = len(self.slot(run.slot).tokens)
             if run.position != held:
@@ -369,8 +368,8 @@ class Engine:
                 raise Refused(
                     f"slot {run.slot}: {run.end - run.start} rows behind {held} are beyond its window of {self.window}"
                 )
-        for run in runs:
-            self.bank.ready(self.slots[run.slot].key)
+        for key in {self.slots[run.slot].key for run in runs}:
+            self.bank.ready(key)
         self._check_room({run.slot: run.position + run.end - run.start for run in runs})
         if batch.n_labels and self.trainable is None:
             raise Refused("the batch has labels and no adapter is trainable; name one with Engine.train")

@@ -93,6 +93,9 @@ class Sampler:
         prompt: the tokens before the reply, which the repetition penalty counts as seen.
         vocab, device: of the logits.
         matcher: of the grammar that the reply keeps to, if there is one.
+
+    Attributes:
+        plain: whether it takes the likeliest token of the logits as they are.
     """
 
     def __init__(
@@ -117,12 +120,8 @@ class Sampler:
         if options.repetition_penalty != 1:
             self.seen = torch.zeros(vocab, dtype=torch.bool, device=device)
             self.seen[torch.tensor(list(prompt), dtype=torch.int64, device=device)] = True
-
-    @property
-    def plain(self) -> bool:
-        """Whether it takes the likeliest token of the logits as they are."""
-        changes = (self.bias, self.counts, self.seen, self.matcher)
-        return self.options.temperature == 0 and all(change is None for change in changes)
+        changes = (self.bias, self.counts, self.seen, matcher)
+        self.plain = options.temperature == 0 and all(change is None for change in changes)
 
     @property
     def done(self) -> bool:
@@ -182,9 +181,10 @@ class Sampler:
             x = x.masked_fill(~self.matcher.allowed(x.device), -torch.inf)
         return x
 
-    def report(self, logits: Tensor, token: int) -> Chosen:
+    def report(self, logits: Tensor, row: int, token: int) -> Chosen:
+        """What is told of a token that was chosen by a row of logits [n, V], which is read only where that is asked."""
         if self.options.logprobs is None:
             return Chosen(token)
-        logp = logits.float().log_softmax(-1)
+        logp = logits[row].float().log_softmax(-1)
         values, ids = logp.topk(min(self.options.logprobs, len(logp)))
         return Chosen(token, float(logp[token]), tuple(zip(ids.tolist(), values.tolist())))

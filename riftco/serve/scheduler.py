@@ -381,14 +381,16 @@ class Scheduler(Lessons):
         ready = [turn for turn in turns if not turn.pending]
         if not ready:
             return
-        rows = decoded.logits.split([1 + len(turn.draft) for turn in ready])
+        starts = list(itertools.accumulate((1 + len(turn.draft) for turn in ready), initial=0))
         if any(turn.draft for turn in ready):
             for turn in ready:
                 turn.slot.unsure = len(turn.draft)
             likeliest = iter(self._on_host(decoded.likeliest))  # one wait for the device, where all are plain
             chosen = [
-                turn.sampler.accept(own, turn.draft, list(itertools.islice(likeliest, len(own))))
-                for turn, own in zip(ready, rows)
+                turn.sampler.accept(
+                    decoded.logits[start:end], turn.draft, list(itertools.islice(likeliest, end - start))
+                )
+                for turn, (start, end) in zip(ready, itertools.pairwise(starts))
             ]
         else:
             drawn = decoded.likeliest
@@ -397,18 +399,19 @@ class Scheduler(Lessons):
             chosen = [[token] for token in self._on_host(drawn)]  # one wait for the device
             for turn, (token,) in zip(ready, chosen):
                 turn.sampler.follow(token)
-        for turn, own, tokens in zip(ready, rows, chosen):
-            self._take(turn, own, tokens)
+        for turn, start, tokens in zip(ready, starts, chosen):
+            self._take(turn, decoded.logits, start, tokens)
 
-    def _take(self, turn: Turn, logits: torch.Tensor, tokens: list[int]) -> None:
-        """Append chosen tokens to a turn's reply until it ends; rows of guesses that were wrong are taken back."""
+    def _take(self, turn: Turn, logits: torch.Tensor, start: int, tokens: list[int]) -> None:
+        """Append tokens, chosen by logits [n, V] from row `start` on, to a turn's reply until it ends; rows of guesses
+        that were wrong are taken back."""
         if turn.sampler.failure:
             self._fail([turn], turn.sampler.failure, refused=True)
             return
         turn.slot.state, request = State.DECODING, turn.ticket.request
         ends = turn.sampler.done  # by its grammar, with the last of these tokens
-        for taken, (row, token) in enumerate(zip(logits, tokens), 1):
-            turn.ticket.put(turn.sampler.report(row, token))
+        for taken, token in enumerate(tokens, 1):
+            turn.ticket.put(turn.sampler.report(logits, start + taken - 1, token))
             if turn.text is not None:
                 turn.text.add(token)
             if token in request.stop_ids or turn.ticket.stopped or (ends and taken == len(tokens)):
