@@ -47,6 +47,13 @@ def serve(
         str | None,
         Opt("--chat-template-kwargs", help="JSON: options of the chat template where a request has none."),
     ] = None,
+    reasoning_format: Annotated[
+        str,
+        Opt(
+            "--reasoning-format",
+            help="auto: <think>..</think> before an answer is its reasoning_content, or thinking; none: a part of it.",
+        ),
+    ] = "auto",
     api_key: Annotated[str | None, Opt("--api-key", envvar="RIFTCO_API_KEY", help="Asked of every caller.")] = None,
     admin_key: Annotated[
         str | None, Opt("--admin-key", envvar="RIFTCO_ADMIN_KEY", help="Asked of who learns, promotes or undoes.")
@@ -82,6 +89,8 @@ def serve(
 
     if not 0 < learn_duty <= 1:
         raise ValueError(f"--learn-duty must be above 0 and at most 1; got {learn_duty:g}")
+    if reasoning_format not in ("auto", "none"):
+        raise ValueError(f"--reasoning-format must be auto or none; got {reasoning_format!r}")
     template = options_of(template_kwargs)
     tls = tls_options(ssl_keyfile, ssl_certfile, ssl_keyfile_password, ssl_ca_certs)
     serve_forever(
@@ -89,7 +98,7 @@ def serve(
         speculate=speculate, train_dir=train_dir, rank=rank, adapter=adapter, lr_max=lr_max, journal=journal,
         api_key=api_key, admin_key=admin_key, insecure=insecure, cuda_graphs=cuda_graphs, weights=weights,
         device=device, slot_save_path=slot_save_path, cors_origins=cors_origin or (), tls=tls, duty=learn_duty,
-        template=template, tuned=tuned,
+        template=template, tuned=tuned, reasoning=reasoning_format == "auto",
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ REFUSED = {
     "absent.pem: no such file": ["--ssl-certfile", "absent.pem"],
     "--learn-duty must be above 0 and at most 1; got 0": ["--learn-duty", "0"],
     "--learn-duty must be above 0 and at most 1; got nan": ["--learn-duty", "nan"],
+    "--reasoning-format must be auto or none; got 'xml'": ["--reasoning-format", "xml"],
     "--chat-template-kwargs is no JSON": ["--chat-template-kwargs", "{enable_thinking: false}"],
     "--chat-template-kwargs must be a JSON object; got [1]": ["--chat-template-kwargs", "[1]"],
 }
@@ -102,7 +103,8 @@ def test_every_flag_reaches_what_it_is_for(started, tmp_path):
 def test_without_flags_nothing_learns_and_a_tenth_is_the_duty(started, monkeypatch):
     service = started()["service"]
     assert not service.learns and service.engine.store is None and not service.engine.bank.adapters
-    assert service.scheduler.duty.fraction == 0.1 and service.template == {}
+    assert service.scheduler.duty.fraction == 0.1 and service.template == {} and service.reasoning
+    assert not started("--reasoning-format", "none")["service"].reasoning
     monkeypatch.setenv("LEARN_DUTY", "0.5")
     assert started()["service"].scheduler.duty.fraction == 0.5
 

@@ -247,6 +247,36 @@ def test_a_client_that_hangs_up_ends_its_turn(tokenizer):
         assert made.scheduler.totals.predicted < 10 * 60, "none came near its 100 tokens"
 
 
+def test_a_client_that_hangs_up_while_it_waits_is_not_served(tokenizer):
+    """For a slot that another has; and while its prompt is read into tokens, or its grammar compiled."""
+    made = service(tokenizer, slots=1)
+    slow_down(made)
+    long = {**CHAT, "max_tokens": 100}
+    with served(made) as url, httpx.Client(base_url=url) as client:
+        with client.stream("POST", "/v1/chat/completions", json={**long, "stream": True}, timeout=60) as other:
+            next(other.iter_lines())
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/chat/completions", json=long, timeout=0.2)
+            waited(lambda: not made.scheduler.waiting)
+            assert made.scheduler.turns and made.requests == 2
+        idle(made)
+        prompt_of = made.prompt_of
+        made.prompt_of = lambda *a: time.sleep(0.5) or prompt_of(*a)
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/chat/completions", json=long, timeout=0.1)
+        waited(lambda: made.requests == 3)
+        idle(made)
+        assert made.scheduler.totals.predicted < 60, "none came near its 100 tokens"
+
+
+def waited(until):
+    for _ in range(400):
+        if until():
+            return
+        time.sleep(0.01)
+    raise AssertionError(until)
+
+
 def idle(made):
     for _ in range(400):
         if not made.scheduler.turns and not made.scheduler.waiting:

@@ -12,12 +12,21 @@ from ..calls import Call, Reader
 from ..learner import LearnOutcome
 from ..requests import Finished, Ticket
 from ..sampling import Chosen
+from ..thoughts import MARKS, Thoughts
 from .errors import ApiError
 
 
 @dataclass(frozen=True)
 class Piece:
     """Text that can be shown, and the tokens that it came with."""
+
+    text: str
+    chosen: tuple[Chosen, ...] = ()
+
+
+@dataclass(frozen=True)
+class Thought:
+    """What is thought before the answer, and the tokens that it came with."""
 
     text: str
     chosen: tuple[Chosen, ...] = ()
@@ -36,7 +45,8 @@ class Called:
 class End:
     """How a generation ended.
 
-    why: "stop", "length" or "cancelled"; stop_string: the string that ended it, if one did; calls: how many were made.
+    why: "stop", "length" or "cancelled"; stop_string: the string that ended it, if one did; calls: how many were made;
+    thought: what was thought before the text, and in how many tokens.
     """
 
     why: str
@@ -52,6 +62,8 @@ class End:
     drafted: int = 0
     accepted: int = 0
     calls: int = 0
+    thought: str = ""
+    thought_tokens: int = 0
 
 
 class Stops:
@@ -98,27 +110,47 @@ async def events(ticket: Ticket) -> AsyncIterator[Chosen | Finished]:
 
 
 async def generation(
-    ticket: Ticket, tokenizer: Tokenizer, stop: Sequence[str], reader: Reader | None = None
-) -> AsyncIterator[Piece | Called | End]:
-    """Pieces of text and calls, then one End. Calls are what `reader` finds.
+    ticket: Ticket,
+    tokenizer: Tokenizer,
+    stop: Sequence[str],
+    reader: Reader | None = None,
+    thoughts: Thoughts | None = None,
+) -> AsyncIterator[Piece | Thought | Called | End]:
+    """Pieces of text and calls, then one End. Calls are what `reader` finds in what `thoughts` leaves.
 
     Raises:
         ApiError: the turn failed.
     """
     text, stops, shown, pending = Text(tokenizer), Stops(stop), "", list[Chosen]()
-    marks = {} if reader is None else tokenizer.ids_of(reader.format.special)
+    special = (*(() if reader is None else reader.format.special), *(() if thoughts is None else MARKS))
+    marks = tokenizer.ids_of(special)
     began, first, ended = time.perf_counter(), None, None
+    thought, thought_tokens = "", 0
 
-    def parts(more: str, final: bool = False) -> Iterator[Piece | Called]:
+    def split(more: str, final: bool) -> Iterator[str | Thought | Call]:
+        pieces = [(False, more)] if more else []
+        if thoughts is not None:
+            pieces = [*thoughts.add(more), *(thoughts.rest() if final else [])]
+        for thinks, piece in pieces:
+            if thinks:
+                yield Thought(piece)
+            elif reader is None:
+                yield piece
+            else:
+                yield from reader.add(piece)
+        if final and reader is not None:
+            yield from reader.rest()
+
+    def parts(more: str, final: bool = False) -> Iterator[Piece | Thought | Called]:
         """What can be given now, of which the first comes with the tokens so far."""
-        nonlocal shown, pending
-        found: list[str | Call] = [more] if reader is None and more else []
-        if reader is not None:
-            found = [*reader.add(more), *(reader.rest() if final else [])]
-        for part in found:
+        nonlocal shown, thought, pending
+        for part in split(more, final):
             if isinstance(part, Call):
                 calls.append(part)
                 yield Called(len(calls) - 1, part, tuple(pending))
+            elif isinstance(part, Thought):
+                thought += part.text
+                yield Thought(part.text, tuple(pending))
             else:
                 shown += part
                 yield Piece(part, tuple(pending))
@@ -138,8 +170,10 @@ async def generation(
             text = Text(tokenizer)
         else:
             more = "" if event.token in tokenizer.stop_ids else text.add(event.token)
+        thinking = thoughts is not None and thoughts.inside
         for part in parts(stops.add(more)):
             yield part
+        thought_tokens += thoughts is not None and (thinking or thoughts.inside)
         if stops.found is not None or (reader is not None and reader.done):
             ticket.stop()
     assert ended is not None
@@ -156,4 +190,5 @@ async def generation(
         why=why, text=shown, tokens=len(ticket.tokens), prompt=ended.prompt, cached=ended.cached, slot=ended.slot,
         learn=learn, seconds_prompt=first - began, seconds_text=now - first, stop_string=stops.found,
         drafted=ended.drafted, accepted=ended.accepted, calls=len(calls),
+        thought=thought, thought_tokens=thought_tokens,
     )  # fmt: skip

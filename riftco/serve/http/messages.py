@@ -13,8 +13,8 @@ from ..calls import Call
 from ..requests import Ticket
 from .asked import Asked, function_of, must, of_schema
 from .errors import ApiError
-from .generation import Called, End, Piece, generation
-from .models import Body, Sampled
+from .generation import Called, End, Piece, Thought, generation
+from .models import Body, ReasoningFormat, Sampled
 from .openai import timings
 from .service import Service, outcome_json
 
@@ -36,6 +36,7 @@ class MessagesRequest(Asks, Sampled):
     max_tokens: int = Field(ge=1)
     model: str | None = None
     stop_sequences: list[str] = Field(default_factory=list)
+    reasoning_format: ReasoningFormat | None = None
     stream: bool = False
 
 
@@ -63,14 +64,18 @@ def kind_of(block: Any) -> str | None:
 
 
 def said(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """An assistant's text and calls."""
+    """An assistant's thoughts, text and calls."""
     blocks = blocks_of(message.get("content"))
     calls = [
         {"id": b.get("id"), "type": "function", "function": {"name": b.get("name"), "arguments": b.get("input")}}
         for b in blocks if kind_of(b) == "tool_use"
     ]  # fmt: skip
-    text = text_of([b for b in blocks if kind_of(b) != "tool_use"], where)
-    return [{"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}]
+    thoughts = [b.get("thinking") for b in blocks if kind_of(b) == "thinking"]
+    if not all(isinstance(thought, str) for thought in thoughts):
+        raise ApiError(400, f"{where} holds a block of thinking without its text", param=where)
+    text = text_of([b for b in blocks if kind_of(b) not in ("tool_use", "thinking")], where)
+    more = {"reasoning_content": "".join(thoughts), "tool_calls": calls}
+    return [{"role": "assistant", "content": text, **{k: v for k, v in more.items() if v}}]
 
 
 def asked_by(message: dict[str, Any], i: int) -> list[dict[str, Any]]:
@@ -151,10 +156,14 @@ def tool_use(call: Call) -> dict[str, Any]:
 
 async def messages_answer(service: Service, body: MessagesRequest, ticket: Ticket) -> dict[str, Any]:
     content: list[dict[str, Any]] = []
-    reader = messages_asked(body).reader(service)
-    async for piece in generation(ticket, service.tokenizer, body.stop_sequences, reader):
+    reader, thoughts = messages_asked(body).reader(service), service.thoughts(ticket, body.reasoning_format)
+    async for piece in generation(ticket, service.tokenizer, body.stop_sequences, reader, thoughts):
         if isinstance(piece, End):
             end = piece
+        elif isinstance(piece, Thought):
+            if not content:
+                content.append({"type": "thinking", "thinking": "", "signature": ""})
+            content[-1]["thinking"] += piece.text
         elif isinstance(piece, Called):
             content.append({**tool_use(piece.call), "input": json.loads(piece.call.arguments)})
         elif content and content[-1]["type"] == "text":
@@ -172,18 +181,23 @@ class Blocks:
     """The content of a streamed message: one block after another."""
 
     def __init__(self) -> None:
-        self.index, self.text = -1, False  # of the last block; whether it is text that is still written
+        self.index, self.open = -1, ""  # of the last block; its kind while it is written: text, or thinking
 
     def begin(self, block: dict[str, Any]) -> Iterator[dict[str, str]]:
         yield from self.end()
-        self.index, self.text = self.index + 1, block["type"] == "text"
+        self.index, self.open = self.index + 1, "" if block["type"] == "tool_use" else block["type"]
         yield event("content_block_start", index=self.index, content_block=block)
 
     def write(self, text: str) -> Iterator[dict[str, str]]:
-        if not self.text:
+        if self.open != "text":
             yield from self.begin({"type": "text", "text": ""})
         if text:
             yield event("content_block_delta", index=self.index, delta={"type": "text_delta", "text": text})
+
+    def think(self, text: str) -> Iterator[dict[str, str]]:
+        if self.open != "thinking":
+            yield from self.begin({"type": "thinking", "thinking": "", "signature": ""})
+        yield event("content_block_delta", index=self.index, delta={"type": "thinking_delta", "thinking": text})
 
     def call(self, call: Call) -> Iterator[dict[str, str]]:
         yield from self.begin(tool_use(call))
@@ -192,9 +206,11 @@ class Blocks:
         yield event("content_block_stop", index=self.index)
 
     def end(self) -> Iterator[dict[str, str]]:
-        """The text that is still written ends."""
-        if self.text:
-            self.text = False
+        """The block that is still written ends."""
+        if self.open == "thinking":
+            yield event("content_block_delta", index=self.index, delta={"type": "signature_delta", "signature": ""})
+        if self.open:
+            self.open = ""
             yield event("content_block_stop", index=self.index)
 
 
@@ -204,6 +220,8 @@ def event(kind: str, **fields: Any) -> dict[str, str]:
 
 async def messages_stream(service: Service, body: MessagesRequest, ticket: Ticket) -> AsyncIterator[dict[str, str]]:
     blocks, reader, started = Blocks(), messages_asked(body).reader(service), False
+    thoughts = service.thoughts(ticket, body.reasoning_format)
+    waits = reader is not None or thoughts is not None  # where calls or thoughts may come, a block waits for its text
 
     def start(prompt: int, cached: int) -> dict[str, str]:
         counts = {"input_tokens": prompt - cached, "cache_read_input_tokens": cached, "output_tokens": 0}
@@ -212,9 +230,11 @@ async def messages_stream(service: Service, body: MessagesRequest, ticket: Ticke
             "model": body.model or service.name, "stop_reason": None, "stop_sequence": None, "usage": counts,
         })  # fmt: skip
 
-    def made(piece: Piece | Called | End) -> Iterator[dict[str, str]]:
+    def made(piece: Piece | Thought | Called | End) -> Iterator[dict[str, str]]:
         if isinstance(piece, Piece):
             yield from blocks.write(piece.text)
+        elif isinstance(piece, Thought):
+            yield from blocks.think(piece.text)
         elif isinstance(piece, Called):
             yield from blocks.call(piece.call)
         else:
@@ -224,11 +244,11 @@ async def messages_stream(service: Service, body: MessagesRequest, ticket: Ticke
             yield event("message_stop")
 
     try:
-        async for piece in generation(ticket, service.tokenizer, body.stop_sequences, reader):
+        async for piece in generation(ticket, service.tokenizer, body.stop_sequences, reader, thoughts):
             if not started:
                 started = True
                 yield start(len(ticket.request.prompt), piece.cached if isinstance(piece, End) else ticket.cached)
-                for sent in () if reader is not None else blocks.write(""):  # text waits where calls may come
+                for sent in () if waits else blocks.write(""):
                     yield sent
             for sent in made(piece):
                 yield sent

@@ -88,9 +88,13 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
+ReasoningFormat = Literal["auto", "deepseek", "none"]  # llama.cpp's words; none: thoughts stay in the text
+
+
 class Calls(Sampled):
     """Tools, as both of OpenAI's ways to chat have them."""
 
+    reasoning_format: ReasoningFormat | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

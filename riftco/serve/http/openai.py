@@ -12,9 +12,10 @@ from typing import Any
 from ..calls import Call, Reader
 from ..requests import Ticket
 from ..sampling import Chosen
+from ..thoughts import Thoughts
 from .asked import Asked, of_openai, of_schema
 from .errors import ApiError
-from .generation import Called, End, Piece, generation
+from .generation import Called, End, Piece, Thought, generation
 from .models import ChatRequest, CompletionRequest, stops_of
 from .service import Service, outcome_json
 
@@ -73,6 +74,7 @@ def usage(end: End) -> dict[str, Any]:
     return {
         "prompt_tokens": end.prompt, "completion_tokens": end.tokens, "total_tokens": end.prompt + end.tokens,
         "prompt_tokens_details": {"cached_tokens": end.cached},
+        "completion_tokens_details": {"reasoning_tokens": end.thought_tokens},
     }  # fmt: skip
 
 
@@ -128,10 +130,14 @@ async def chat_stream(service: Service, body: ChatRequest, ticket: Ticket) -> As
     def delta(change: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> list[dict[str, Any]]:
         return [{"index": 0, "delta": change, "finish_reason": finish, "logprobs": logprobs}]
 
+    thoughts = service.thoughts(ticket, body.reasoning_format)
     yield json.dumps(shape.chunk(delta({"role": "assistant", "content": ""})))
-    async for text in _pieces(service, ticket, stops_of(body.stop), reader):
+    async for text in _pieces(service, ticket, stops_of(body.stop), reader, thoughts):
         if isinstance(text, Piece):
             made = delta({"content": text.text}, None, chat_logprobs(service, text.chosen))
+            yield json.dumps(shape.chunk(made))
+        elif isinstance(text, Thought):
+            made = delta({"reasoning_content": text.text}, None, chat_logprobs(service, text.chosen))
             yield json.dumps(shape.chunk(made))
         elif isinstance(text, Called):
             for change in call_deltas(text):
@@ -176,11 +182,15 @@ async def completion_stream(service: Service, body: CompletionRequest, ticket: T
 
 
 async def _pieces(
-    service: Service, ticket: Ticket, stop: list[str], reader: Reader | None = None
-) -> AsyncIterator[Piece | Called | End | str]:
+    service: Service,
+    ticket: Ticket,
+    stop: list[str],
+    reader: Reader | None = None,
+    thoughts: Thoughts | None = None,
+) -> AsyncIterator[Piece | Thought | Called | End | str]:
     """What a generation gives; or, where the turn failed on the way, an error that clients raise."""
     try:
-        async for piece in generation(ticket, service.tokenizer, stop, reader):
+        async for piece in generation(ticket, service.tokenizer, stop, reader, thoughts):
             yield piece
     except ApiError as why:
         yield json.dumps(why.openai())
@@ -195,9 +205,15 @@ class Whole:
     calls: list[Call]
 
 
-async def whole(service: Service, ticket: Ticket, stop: list[str], reader: Reader | None = None) -> Whole:
+async def whole(
+    service: Service,
+    ticket: Ticket,
+    stop: list[str],
+    reader: Reader | None = None,
+    thoughts: Thoughts | None = None,
+) -> Whole:
     chosen, calls = list[Chosen](), list[Call]()
-    async for piece in generation(ticket, service.tokenizer, stop, reader):
+    async for piece in generation(ticket, service.tokenizer, stop, reader, thoughts):
         if isinstance(piece, End):
             return Whole(piece, tuple(chosen), calls)
         chosen += piece.chosen
@@ -207,9 +223,12 @@ async def whole(service: Service, ticket: Ticket, stop: list[str], reader: Reade
 
 
 async def chat_answer(service: Service, body: ChatRequest, ticket: Ticket) -> dict[str, Any]:
-    read = await whole(service, ticket, stops_of(body.stop), chat_asked(body).reader(service))
+    thoughts = service.thoughts(ticket, body.reasoning_format)
+    read = await whole(service, ticket, stops_of(body.stop), chat_asked(body).reader(service), thoughts)
     shape, end = Shape(service, "chat.completion", body.model), read.end
     message: dict[str, Any] = {"role": "assistant", "content": end.text, "refusal": None}
+    if end.thought:
+        message["reasoning_content"] = end.thought
     if read.calls:
         message |= {"content": end.text or None, "tool_calls": [function_call(call) for call in read.calls]}
     choice = {

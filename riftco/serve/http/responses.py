@@ -14,7 +14,7 @@ from ..calls import Call
 from ..requests import Ticket
 from .asked import Asked, of_openai, of_schema
 from .errors import ApiError
-from .generation import Called, End, Piece, generation
+from .generation import Called, End, Piece, Thought, generation
 from .models import Calls
 from .openai import timings
 from .service import Service, outcome_json
@@ -35,14 +35,16 @@ class ResponsesRequest(Calls):
 
 def conversation(body: ResponsesRequest) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    thought = ""  # before the message or the calls that it led to
     if isinstance(body.input, str):
         return [*made, {"role": "user", "content": body.input}]
     for i, item in enumerate(body.input):
         kind = item.get("type", "message")
         if kind == "function_call":
             call = {"name": item.get("name"), "arguments": item.get("arguments")}
-            if not made or made[-1]["role"] != "assistant":  # the calls of one turn are one message's
-                made.append({"role": "assistant", "content": ""})
+            if not made or made[-1]["role"] != "assistant" or thought:  # the calls of one turn are one message's
+                made.append({"role": "assistant", "content": "", **thought_of(thought)})
+                thought = ""
             made[-1].setdefault("tool_calls", []).append(
                 {"id": item.get("call_id"), "type": "function", "function": call}
             )
@@ -55,13 +57,21 @@ def conversation(body: ResponsesRequest) -> list[dict[str, Any]]:
                 raise ApiError(
                     400, f"input.{i}.role must be system, developer, user or assistant; got {role!r}", param="input"
                 )
-            made.append({"role": role, "content": _text(item.get("content"), f"input.{i}.content")})
+            content = _text(item.get("content"), f"input.{i}.content")
+            made.append({"role": role, "content": content, **(thought_of(thought) if role == "assistant" else {})})
+            thought = ""
+        elif kind == "reasoning":
+            thought += _text(item.get("content") or [], f"input.{i}.content")
         else:
             raise ApiError(
-                400, f"input.{i}: items of type {kind!r} are not supported; accepted: message, function_call, "
-                "function_call_output", param="input",
+                400, f"input.{i}: items of type {kind!r} are not supported; accepted: message, reasoning, "
+                "function_call, function_call_output", param="input",
             )  # fmt: skip
     return made
+
+
+def thought_of(text: str) -> dict[str, str]:
+    return {"reasoning_content": text} if text else {}
 
 
 def _text(content: Any, where: str) -> str:
@@ -70,7 +80,7 @@ def _text(content: Any, where: str) -> str:
     text = ""
     for part in content if isinstance(content, list) else [None]:
         kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(part, dict) or kind not in ("input_text", "output_text", "text"):
+        if not isinstance(part, dict) or kind not in ("input_text", "output_text", "reasoning_text", "text"):
             raise ApiError(400, f"{where} holds a part of type {kind!r}, not text", param="input")
         if not isinstance(part.get("text"), str):
             raise ApiError(400, f"{where} holds a part without its text", param="input")
@@ -112,7 +122,8 @@ class Frame:
             "temperature": body.temperature, "top_p": body.top_p, "max_output_tokens": body.max_output_tokens,
         }  # fmt: skip
         self.output: list[dict[str, Any]] = []
-        self.writing: str | None = None  # the message's text so far
+        self.writing: str | None = None  # the text so far of what is being written
+        self.thinks = False  # whether that is a thought
 
     def response(self, status: str, **more: Any) -> dict[str, Any]:
         return {**self.head, "status": status, "output": list(self.output), **more}
@@ -123,6 +134,8 @@ class Frame:
 
     def begin(self) -> Iterator[Event]:
         """A message begins, unless one is being written."""
+        if self.thinks:
+            yield from self.end()
         if self.writing is not None:
             return
         self.writing, id = "", f"msg_{uuid.uuid4().hex}"
@@ -137,12 +150,29 @@ class Frame:
         self.writing += text
         yield "response.output_text.delta", {**self.place, "content_index": 0, "delta": text, "logprobs": []}
 
+    def think(self, text: str) -> Iterator[Event]:
+        if not self.thinks:
+            yield from self.end()
+            self.writing, self.thinks, id = "", True, f"rs_{uuid.uuid4().hex}"
+            item = {"id": id, "type": "reasoning", "summary": [], "status": "in_progress", "content": []}
+            self.output.append(item)
+            yield "response.output_item.added", {"output_index": len(self.output) - 1, "item": item}
+        self.writing = (self.writing or "") + text
+        yield "response.reasoning_text.delta", {**self.place, "content_index": 0, "delta": text}
+
     def end(self, status: str = "completed") -> Iterator[Event]:
-        """The message that is being written ends."""
+        """The message, or the thought, that is being written ends."""
         if self.writing is None:
             return
         text, self.writing = self.writing, None
         place = {**self.place, "content_index": 0}
+        if self.thinks:
+            self.thinks = False
+            yield "response.reasoning_text.done", {**place, "text": text}
+            content = [{"type": "reasoning_text", "text": text}]
+            self.output[-1] = {**self.output[-1], "status": status, "content": content}
+            yield "response.output_item.done", {"output_index": len(self.output) - 1, "item": self.output[-1]}
+            return
         yield "response.output_text.done", {**place, "text": text, "logprobs": []}
         yield "response.content_part.done", {**place, "part": part(text)}
         self.output[-1] = {**self.output[-1], "status": status, "content": [part(text)]}
@@ -179,21 +209,24 @@ def part(text: str) -> dict[str, Any]:
 def usage(end: End) -> dict[str, Any]:
     return {
         "input_tokens": end.prompt, "input_tokens_details": {"cached_tokens": end.cached, "cache_write_tokens": 0},
-        "output_tokens": end.tokens, "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens": end.tokens, "output_tokens_details": {"reasoning_tokens": end.thought_tokens},
         "total_tokens": end.prompt + end.tokens,
     }  # fmt: skip
 
 
 async def grown(service: Service, body: ResponsesRequest, ticket: Ticket, frame: Frame) -> AsyncIterator[Event]:
     """The events of a response from its beginning to its end."""
-    reader = responses_asked(body).reader(service)
+    reader, thoughts = responses_asked(body).reader(service), service.thoughts(ticket, body.reasoning_format)
+    waits = reader is not None or thoughts is not None  # where calls or thoughts may come, a message waits for text
     yield "response.created", {"response": frame.response("in_progress")}
     yield "response.in_progress", {"response": frame.response("in_progress")}
-    for event in () if reader is not None else frame.begin():  # where calls may come, a message waits for text
+    for event in () if waits else frame.begin():
         yield event
-    async for piece in generation(ticket, service.tokenizer, [], reader):
+    async for piece in generation(ticket, service.tokenizer, [], reader, thoughts):
         if isinstance(piece, Piece):
             made = frame.write(piece.text)
+        elif isinstance(piece, Thought):
+            made = frame.think(piece.text)
         else:
             made = frame.call(piece.call) if isinstance(piece, Called) else frame.finish(piece)
         for event in made:

@@ -30,6 +30,7 @@ def serve_forever(
     admin_key: str | None, insecure: bool, cuda_graphs: bool, weights: str, device: str,
     slot_save_path: str | None = None, cors_origins: Sequence[str] = (), tls: Mapping[str, Any] | None = None,
     duty: float = LEARN_DUTY, template: Mapping[str, Any] | None = None, tuned: str | None = None,
+    reasoning: bool = True,
 ) -> None:  # fmt: skip
     """Until SIGINT or SIGTERM: what is being answered ends first, then what was learned is on disk already.
 
@@ -53,7 +54,14 @@ def serve_forever(
     engine.prepare(scales, guesses=speculate)
     name = pathlib.Path(model).stem if model.endswith(".gguf") else pathlib.Path(model).name
     service = Service(
-        engine, loaded.tokenizer, name=name, learns=store is not None, speculate=speculate, duty=duty, template=template
+        engine,
+        loaded.tokenizer,
+        name=name,
+        learns=store is not None,
+        speculate=speculate,
+        duty=duty,
+        template=template,
+        reasoning=reasoning,
     )
     service.scales = scales
     known = bool(api_key or admin_key) or insecure

@@ -22,6 +22,7 @@ from ..learner import LearnOutcome
 from ..requests import Finished, Request, Teach, Ticket
 from ..sampling import Sampling
 from ..scheduler import LEARN_DUTY, Scheduler
+from ..thoughts import Thoughts, thoughts_of
 from .errors import ApiError
 from .models import LearnOptions, LoraUse
 
@@ -56,6 +57,7 @@ class Service:
         limits: caps.
         duty: the part of the time that learning may take while others are served.
         template: options of the chat template where a request gives none.
+        reasoning: whether a reply's thoughts are told from its answer where a request does not say.
     """
 
     def __init__(
@@ -69,9 +71,10 @@ class Service:
         speculate: int = 0,
         duty: float = LEARN_DUTY,
         template: Mapping[str, Any] | None = None,
+        reasoning: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.template = dict(template or {})
+        self.template, self.reasoning = dict(template or {}), reasoning
         if taken := OURS & self.template.keys():
             raise ValueError(f"chat_template_kwargs: {min(taken)} is no option of a template")
         self.engine, self.tokenizer, self.name, self.learns = engine, tokenizer, name, learns
@@ -103,6 +106,13 @@ class Service:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, add_special_tokens=True)
         return list(prompt)
+
+    def thoughts(self, ticket: Ticket, format: str | None) -> Thoughts | None:
+        """What tells a reply's thoughts from its answer; None: all is text. What keeps to a grammar has no thoughts."""
+        asked = self.reasoning if format is None else format != "none"
+        if not asked or ticket.request.grammar is not None:
+            return None
+        return thoughts_of(self.tokenizer, ticket.request.prompt)
 
     def submit(
         self,
