@@ -1,28 +1,15 @@
 """Learns one text in full, then another through LoRA: python examples/lora.py --steps 200 --backend cpu"""
 
 import torch
-from tiny_decoder import HARBOUR, WOODS, TinyDecoder, arguments, batches
+from tiny_decoder import HARBOUR, WOODS, TinyDecoder, arguments, train
 
 from riftco.nn import LoRALinear
-from riftco.optim import Adam
-
-
-def train(model, text, lr):
-    optimizer = Adam([p for p in model.parameters() if p.requires_grad], lr=lr, gradient_clip=1.0)
-    for step, (ids, target) in zip(range(1, steps + 1), batches(text, device)):
-        loss = model.loss(ids, target)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step in (1, steps) or step % 20 == 0:
-            print(f"step {step} loss {loss.item():.4f}")
-
 
 steps, device = arguments(__doc__)
 torch.manual_seed(0)
 model = TinyDecoder().to(device)
 print("all weights, first text")
-train(model, WOODS, lr=3e-3)
+train(model, WOODS, 3e-3, steps, device)
 
 model.requires_grad_(False)
 for block in model.blocks:
@@ -30,4 +17,4 @@ for block in model.blocks:
         setattr(block, name, LoRALinear(getattr(block, name), rank=8, alpha=16))
 trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
 print(f"adapters only ({trainable} of {sum(p.numel() for p in model.parameters())} numbers), second text")
-train(model, HARBOUR, lr=1e-2)
+train(model, HARBOUR, 1e-2, steps, device)

@@ -1,4 +1,4 @@
-"""What the examples share: a byte-level decoder on riftco's ops, a batch of text, and the choice of a device."""
+"""What the examples share: a byte-level decoder on riftco's ops, its training, text, and the choice of a device."""
 
 import argparse
 import importlib.util
@@ -10,6 +10,7 @@ from torch import nn
 import riftco.functional as F
 from riftco.data import WindowSampler
 from riftco.nn import RMSNorm
+from riftco.optim import Adam
 
 DEVICES = {"cpu": "cpu", "cuda": "cuda", "metal": "mps", "tpu": "xla"}
 C, HEADS, LAYERS, T = 64, 4, 2, 32
@@ -72,3 +73,15 @@ def batches(text, device, seed=0):
     sampler = WindowSampler(text, context=T, batch=8, seed=seed)
     while True:
         yield [torch.tensor(rows, device=device) for rows in sampler.next()]
+
+
+def train(model, text, lr, steps, device):
+    """What of the model can be trained, on windows of a text."""
+    optimizer = Adam([p for p in model.parameters() if p.requires_grad], lr=lr, gradient_clip=1.0)
+    for step, (ids, target) in zip(range(1, steps + 1), batches(text, device)):
+        loss = model.loss(ids, target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step in (1, steps) or step % 20 == 0:
+            print(f"step {step} loss {loss.item():.4f}")

@@ -8,6 +8,7 @@ import pytest
 import support
 import torch
 import torch.nn.functional as F
+from test_lora_linear import Wrapped, leaves
 
 from riftco import nn
 from riftco.functional import dequantize_nf4, lora_linear, quantize_nf4
@@ -15,10 +16,6 @@ from riftco.kernels.lora_linear import dora
 
 DEVICES = support.device_params(("cpu", "cpu-triton", "mps-emulated", "cuda"))
 M, N, C, R = 7, 10, 40, 3
-
-
-def leaves(*ts):
-    return [t.detach().clone().requires_grad_() for t in ts]
 
 
 def tensors(device="cpu", dtype=torch.float32, nf4=False, adapter=None):
@@ -107,15 +104,6 @@ def test_the_norm_in_blocks_of_rows(nf4, dtype, monkeypatch):
     monkeypatch.setattr(dora, "SCRATCH_BYTES", 3 * C * 4)
     torch.testing.assert_close(dora.weight_norm(weight, a, b, 0.7).double(), exact, rtol=1e-6, atol=1e-6)
     assert heights == [N, 3, 3, 3, 1]
-
-
-class Wrapped(torch.nn.Module):
-    def __init__(self, linear):
-        super().__init__()
-        self.proj = linear
-
-    def forward(self, x):
-        return self.proj(x)
 
 
 @pytest.mark.parametrize("base", ["float32", "bfloat16", "nf4"])
