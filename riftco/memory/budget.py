@@ -13,7 +13,7 @@ import torch
 from ..models.config import DecoderConfig
 from ..models.load import open_source
 from ..models.safetensors_folder import read_json
-from ..train.config import ConfigError, FinetuneConfig, parse_size, pick_device
+from ..train.config import FinetuneConfig, at_least, parse_size, pick_device
 from .predict import CHECKPOINTING, ERROR, Prediction, predict
 from .report import size
 
@@ -99,9 +99,8 @@ def forecast(
         longest = settings.max_length or config.max_position_embeddings
         tokens = min(longest, settings.batch_tokens)
         batch = max(1, settings.batch_tokens // tokens)
-    for flag, number, least in (("--tokens", tokens, 2), ("--batch", batch, 1)):
-        if number < least:
-            raise ConfigError(f"{flag} must be at least {least}; got {number}")
+    at_least("tokens", tokens, 2)
+    at_least("batch", batch, 1)
     target = (pick_device(device) if device == "auto" else torch.device(device)).type
     limit = None if budget is None else parse_size("--budget", budget)
     prediction = predict(config, settings, tokens=tokens, batch=batch, target=target)

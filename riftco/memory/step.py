@@ -6,13 +6,13 @@ import pathlib
 
 import torch
 
-from ..adapters import LoraSpec, apply_lora
+from ..adapters import apply_lora
 from ..models import Decoder, load_model
 from ..models.config import DecoderConfig
 from ..models.safetensors_folder import read_json
 from ..nn import NF4Linear
 from ..optim import Adam
-from ..train.config import DTYPES, METHODS, OPTIMIZER_STATES, ConfigError, FinetuneConfig, pick_device
+from ..train.config import FinetuneConfig, at_least, pick_device
 from .report import MemoryReport
 from .trace import MemoryTrace
 
@@ -65,29 +65,23 @@ def memory_of(
         path: a .gguf file, a Hugging Face folder, or a config.json alone: then with random weights.
         tokens, batch: random ids [batch, tokens].
     """
-    for name, value, accepted in (
-        ("--method", method, METHODS),
-        ("--dtype", dtype, DTYPES),
-        ("--optimizer-state", optimizer_state, OPTIMIZER_STATES),
-    ):
-        if value not in accepted:
-            raise ConfigError(f"{name} must be one of {', '.join(accepted)}; got {value!r}")
-    for flag, number, least in (("--tokens", tokens, 2), ("--batch", batch, 1), ("--rank", rank, 1), ("--top", top, 1)):
-        if number < least:
-            raise ConfigError(f"{flag} must be at least {least}; got {number}")
+    settings = FinetuneConfig(
+        model=path, data="", output="", method=method, rank=rank, dtype=dtype, attention=attention,
+        activation_checkpointing=activation_checkpointing, optimizer_state=optimizer_state,
+    )  # fmt: skip
+    for name, number, least in (("tokens", tokens, 2), ("batch", batch, 1), ("top", top, 1)):
+        at_least(name, number, least)
     where = pick_device(device)
     kind = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     if pathlib.Path(path).name == "config.json":
         model = _random(pathlib.Path(path), method, where, kind)
     else:
-        weights = "nf4" if method == "qlora" else "fp32" if method == "full" and dtype == "auto" else dtype
         model, _ = load_model(
-            path, weights=weights, dtype=kind if method == "qlora" else None, device=where, with_tokenizer=False
+            path, weights=settings.held, dtype=kind if method == "qlora" else None, device=where, with_tokenizer=False
         )
     model.activation_checkpointing, model.attention = activation_checkpointing, attention
     if method != "full":
-        apply_lora(model, LoraSpec(rank=rank, alpha=2.0 * rank), seed=0)
-    settings = FinetuneConfig(model=path, data="", output="", method=method, optimizer_state=optimizer_state)
+        apply_lora(model, settings.lora_spec(), seed=0)
     optimizer = Adam([p for p in model.parameters() if p.requires_grad], lr=1e-4, state=settings.moments)
     gen = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (batch, tokens), generator=gen).to(where)

@@ -125,12 +125,12 @@ class FinetuneConfig:
         _choice("--parallel", self.parallel, PARALLEL)
         _choice("--schedule", self.schedule, KINDS)
         for name in ("rank", "batch_tokens", "accumulate", "save_every", "keep"):
-            _at_least(name, getattr(self, name), 1)
+            at_least(name, getattr(self, name), 1)
         for name in ("steps", "epochs", "max_length", "chunk"):
             if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 1)
+                at_least(name, getattr(self, name), 1)
         for name in ("warmup", "eval_every", "early_stopping"):
-            _at_least(name, getattr(self, name), 0)
+            at_least(name, getattr(self, name), 0)
         for name in ("alpha", "gradient_clip", *(() if self.lr is None else ("lr",))):
             value = getattr(self, name)
             if not 0 < value < math.inf:
@@ -375,6 +375,7 @@ def _choice(flag: str, value: str, accepted: tuple[str, ...]) -> None:
         raise ConfigError(f"{flag} must be one of {', '.join(accepted)}; got {value!r}")
 
 
-def _at_least(name: str, value: int, least: int) -> None:
+def at_least(name: str, value: int, least: int) -> None:
+    """Refuse a setting, named as its field, that is below `least` or no number of 31 bits."""
     if value < least or value >= 2**31:
         raise ConfigError(f"{_flag(name)} must be a whole number of {least} or more; got {value}")

@@ -176,7 +176,7 @@ def test_the_command(config, tmp_path):
     row = CliRunner().invoke(app, ["memory", "--model", config, "--tokens", "16", "--log-json"])
     assert json.loads(row.stdout)["peak_bytes"] > 0
     for bad, text in (
-        (["--tokens", "1"], "--tokens must be at least 2; got 1"),
+        (["--tokens", "1"], "--tokens must be a whole number of 2 or more; got 1"),
         (["--method", "dora"], "--method must be one of qlora, lora, full; got 'dora'"),
         (["--model", str(tmp_path / "config.jsn")], "no such file or folder"),
     ):

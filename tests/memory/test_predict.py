@@ -218,7 +218,7 @@ def test_the_command(tmp_path):
     assert same.prediction.peak_bytes == row["peak_bytes"]
     for flags, text in (
         (("--predict", "--device", "mps"), "a step on mps cannot be predicted; accepted: cpu, cuda"),
-        (("--predict", "--tokens", "1"), "--tokens must be at least 2; got 1"),
+        (("--predict", "--tokens", "1"), "--tokens must be a whole number of 2 or more; got 1"),
         (("--predict", "--tokens", "9000"), "longer than this model's context of 4096"),
         (("--budget", "much"), "--budget must be a size such as 24GiB; got 'much'"),
         (("--batch-tokens", "64"), "--batch-tokens belongs to a prediction: add --predict"),
