@@ -17,7 +17,7 @@ from ..models import Decoder
 from ..models.config import DecoderConfig
 from ..nn import NF4Linear
 from ..optim import Adam
-from ..train.config import ConfigError, FinetuneConfig
+from ..train.config import DTYPES, ConfigError, FinetuneConfig
 from .meta import TARGETS, MetaTrace
 from .report import MemoryReport, size
 from .trace import Storage
@@ -158,7 +158,7 @@ def _built(config: DecoderConfig, settings: FinetuneConfig, target: str) -> tupl
             "memory --predict: what a GGUF file's own blocks take is not predicted; ask for nf4, bf16 or fp32"
         )
     named = settings.weights if settings.weights in ("bf16", "fp32") else settings.dtype
-    given = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}[named]
+    given = DTYPES[named]
     small = torch.float32 if target == "cpu" or settings.method == "full" else torch.bfloat16
     meta = torch.device("meta")
     with meta:

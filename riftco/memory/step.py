@@ -12,7 +12,7 @@ from ..models.config import DecoderConfig
 from ..models.safetensors_folder import read_json
 from ..nn import NF4Linear
 from ..optim import Adam
-from ..train.config import FinetuneConfig, at_least, pick_device
+from ..train.config import DTYPES, FinetuneConfig, at_least, pick_device
 from .report import MemoryReport
 from .trace import MemoryTrace
 
@@ -72,7 +72,7 @@ def memory_of(
     for name, number, least in (("tokens", tokens, 2), ("batch", batch, 1), ("top", top, 1)):
         at_least(name, number, least)
     where = pick_device(device)
-    kind = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    kind = DTYPES[dtype]
     if pathlib.Path(path).name == "config.json":
         model = _random(pathlib.Path(path), method, where, kind)
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from .ranks import local_rank, local_world, started_by_torchrun
 from .schedule import KINDS
 
 METHODS = ("qlora", "lora", "full")
-DTYPES = ("auto", "fp32", "bf16")
+DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 WEIGHTS = ("auto", "nf4", "packed", "bf16", "fp32")
 PARALLEL = ("auto", "ddp", "fsdp")
 OPTIMIZER_STATES = ("auto", "contiguous", "paged", "paged-8bit")
@@ -370,7 +370,7 @@ def _token_ids(text: str) -> tuple[int, ...]:
     return tuple(made)
 
 
-def _choice(flag: str, value: str, accepted: tuple[str, ...]) -> None:
+def _choice(flag: str, value: str, accepted: Iterable[str]) -> None:
     if value not in accepted:
         raise ConfigError(f"{flag} must be one of {', '.join(accepted)}; got {value!r}")
 

@@ -31,7 +31,7 @@ from ..models.config import DecoderConfig
 from ..models.load import open_source
 from ..optim import Adam
 from .checkpoint import Checkpoint, check_base, checkpoints, open_checkpoint
-from .config import ConfigError, FinetuneConfig, configured, device_of_process
+from .config import DTYPES, ConfigError, FinetuneConfig, configured, device_of_process
 from .duty import DutyCycle
 from .loop import Trainer
 from .metrics import Evaluation
@@ -343,7 +343,7 @@ def _schedule(config: FinetuneConfig, loader: Loader | StreamLoader | TokenLoade
 def _model(config: FinetuneConfig, ranks: Ranks, saved: Checkpoint | None) -> tuple[Decoder, LoraSpec | None]:
     """The model with its adapter, on the device; on the host where it will be cut over processes, as one device may not
     have room for it."""
-    dtype = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype]
+    dtype = DTYPES[config.dtype]
     weights, device = config.held, ranks.device
     if device.type == tpu.DEVICE_TYPE and weights == "packed":
         raise ConfigError("--weights packed: GGUF's blocks have no kernel for tpu; use --weights nf4, or bf16")

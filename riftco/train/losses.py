@@ -13,11 +13,17 @@ def dpo_loss(
     """Direct preference optimisation over B pairs: the first B sequences are chosen, the last B rejected.
 
     Args:
-        logits: [2 B, T, V]. target: [2 B, T]; negative where a token does not count.
-        reference: [2 B], each sequence's summed log-probability under the reference model.
+        logits: [2 B, T, V], floating. Differentiable.
+        target: [2 B, T], int32 or int64; negative where a token does not count.
+        reference: [2 B] float32, each sequence's summed log-probability under the reference model, in nats.
+        beta: how much a preference weighs against the distance to the reference.
+        label_smoothing: the part of the pairs that are taken to be the wrong way round.
 
     Returns:
         The mean loss, and the rewards beta * (log p - reference) [2 B], detached.
+
+    Raises:
+        ValueError: what `per_token_logprobs` refuses.
 
     Source: Rafailov et al. 2023, "Direct preference optimization", equation 7; smoothing: Mitchell 2023.
     """
@@ -42,10 +48,19 @@ def grpo_loss(
     """Group relative policy optimisation: the clipped policy loss, averaged over the tokens that count.
 
     Args:
-        logits: [B, T, V]. target: [B, T]; negative where a token does not count.
+        logits: [B, T, V], floating. Differentiable.
+        target: [B, T], int32 or int64; negative where a token does not count.
         advantages: [B], each sequence's reward less its group's mean, scaled as the caller wants.
         old, reference: [B, T] log-probabilities under the sampling policy (None: this one) and the reference model.
-        beta: coefficient of the estimated KL divergence to the reference. clip: of the ratio, below and above 1.
+        beta: coefficient of the estimated KL divergence to the reference.
+        clip: how far below and above 1 the ratio still counts.
+        temperature: positive; logits are divided by it.
+
+    Returns:
+        The loss, a scalar.
+
+    Raises:
+        ValueError: what `per_token_logprobs` refuses.
 
     Source: Shao et al. 2024, "DeepSeekMath", equations 3 and 4.
     """
