@@ -250,7 +250,7 @@ class Trainer:
         if self.limiter is not None:
             self.limiter.wait()
         started = time.perf_counter()
-        if self._buckets is not None and (self.step_graph is None or not self.step_graph.off):
+        if self._buckets is not None and (self.step_graph is None or self.step_graph.captures(self.device)):
             batch = self._buckets(batch)
         there = batch.to(self.device) if self._staging is None else self._staging(batch)
         loss = self._loss(batch, there, plan)

@@ -67,6 +67,12 @@ class StepGraph:
         """What the captured step holds for itself: activations and workspaces. Gradients come on top."""
         return 0 if self._entry is None else self._entry.captured.pool_bytes
 
+    def captures(self, device: torch.device) -> bool:
+        """Whether steps on `device` may be captured; else they are computed as if nobody had asked for a graph."""
+        if not self.off and (why := self._capture.why_not(device)):
+            self._turn_off(why)
+        return not self.off
+
     def __call__(self, batch: Batch, there: Batch, denominator: int, compute: Compute) -> Tensor:
         """The loss of a micro-batch, whose gradients have been added to the parameters'.
 
@@ -75,9 +81,7 @@ class StepGraph:
             compute: forward and backward; it must depend on its arguments alone.
         """
         device = there.input_ids.device
-        if not self.off and (why := self._capture.why_not(device)):
-            self._turn_off(why)
-        if self.off:
+        if not self.captures(device):
             return self._eagerly(there, denominator, compute)
         if self._layout is None or not self._layout.same(self.model, self.optimizer):
             self._layout = Layout(self.model, self.optimizer)
