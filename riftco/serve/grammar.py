@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,13 +32,13 @@ class Matcher:
         failure: why it cannot go on, where it cannot.
     """
 
-    def __init__(self, state: Any, vocab: int, words: int):
-        self._state, self._vocab = state, vocab
-        self._words = torch.empty(words, dtype=torch.int32)
+    def __init__(self, state: Any, vocab: int, tokens: Any):
+        self._state, self._vocab, self._tokens = state, vocab, tokens
+        self._words = torch.empty((tokens.vocab_size + 31) // 32, dtype=torch.int32)
         self.done, self.failure = False, ""
 
-    def allowed(self, device: torch.device) -> Tensor:
-        """Which tokens may come next, bool [V]."""
+    def allowed(self, device: torch.device) -> Tensor | None:
+        """Which tokens may come next, bool [V]; None: all."""
         self._state.unsafe_compute_mask_ptr(self._words.data_ptr(), 4 * len(self._words))
         self._note()
         words = self._words.to(device)
@@ -51,6 +51,15 @@ class Matcher:
         self._note()
         self.done = self._state.is_stopped()
 
+    def begins(self, text: str) -> bool:
+        """Whether the reply may begin with this text, which it then does."""
+        tokens = self._tokens.tokenize_str(text)
+        if self._state.validate_tokens(tokens) < len(tokens):
+            return False
+        for token in tokens:
+            self.follow(token)
+        return True
+
     def _note(self) -> None:
         if self._state.is_error() and not self.failure:
             said = self._state.get_error().strip().partition("\n")[0]
@@ -61,13 +70,20 @@ class Matcher:
 
 
 class Grammar:
-    """A compiled grammar, for any number of replies."""
+    """A compiled grammar, for any number of replies.
 
-    def __init__(self, start: Any, vocab: int, words: int):
-        self._start, self._vocab, self._words = start, vocab, words
+    Attributes:
+        whole: the reply keeps to it from its first token to its last.
+    """
 
-    def matcher(self) -> Matcher:
-        return Matcher(self._start.deep_copy(), self._vocab, self._words)
+    whole = True
+
+    def __init__(self, start: Any, vocab: int, tokens: Any):
+        self._start, self._vocab, self._tokens = start, vocab, tokens
+
+    def matcher(self, prompt: Sequence[int] = ()) -> Matcher:
+        """For a reply to this prompt."""
+        return Matcher(self._start.deep_copy(), self._vocab, self._tokens)
 
 
 class Grammars:
@@ -102,7 +118,7 @@ class Grammars:
         start = LLMatcher(tokens, lark, log_level=0)
         if start.is_error():
             raise Refused(f"the grammar is refused: {start.get_error().strip()[:1000]}")
-        made = Grammar(start, self.vocab, (tokens.vocab_size + 31) // 32)
+        made = Grammar(start, self.vocab, tokens)
         if why := _probed(made.matcher(), self.tokenizer.stop_ids):
             raise Refused(f"the grammar is refused: {why}")
         return made
@@ -113,7 +129,7 @@ def _probed(matcher: Matcher, stops: Collection[int]) -> str:
     way."""
     for n in range(PROBED):
         allowed = matcher.allowed(torch.device("cpu"))
-        if matcher.failure:
+        if matcher.failure or allowed is None:
             return matcher.failure
         may = [t for t in allowed.nonzero().flatten().tolist() if t not in stops]
         if not may:

@@ -177,8 +177,9 @@ class Sampler:
             x = x - o.presence_penalty * (self.counts > 0) - o.frequency_penalty * self.counts
         if self.bias is not None:
             x = x + self.bias
-        if self.matcher is not None:
-            x = x.masked_fill(~self.matcher.allowed(x.device), -torch.inf)
+        allowed = None if self.matcher is None else self.matcher.allowed(x.device)
+        if allowed is not None:
+            x = x.masked_fill(~allowed, -torch.inf)
         return x
 
     def report(self, logits: Tensor, row: int, token: int) -> Chosen:

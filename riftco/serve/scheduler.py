@@ -276,7 +276,7 @@ class Scheduler(Lessons):
         request, engine = ticket.request, self.engine
         prompt, key = list(request.prompt), engine.bank.set_of(request.adapters)
         engine.bank.ready(key)
-        matcher = None if request.grammar is None else request.grammar.matcher()
+        matcher = None if request.grammar is None else request.grammar.matcher(prompt)
         sampler = Sampler(request.sampling, prompt, engine.model.config.vocab_size, engine.model.device, matcher)
         slot = max(idle, key=lambda s: (s.common(prompt, key), not s.tokens, -s.used))
         engine.use(slot.id, key)

@@ -1,5 +1,6 @@
 """Replies that keep to a schema or a grammar: a random model's are valid all the same, and nobody else notices."""
 
+import contextlib
 import json
 import sys
 from typing import Literal
@@ -8,8 +9,9 @@ import anthropic
 import httpx
 import openai
 import pytest
+import torch
 from pydantic import BaseModel, Field
-from server import served, service, templated
+from server import says, served, service, templated
 from templates import HERMES, LLAMA, XML
 
 from riftco.serve import Refused, Request, Sampling, Scheduler
@@ -115,6 +117,88 @@ def test_calls_that_must_be_made(tokenizer, template):
             choice = {"type": "tool", "name": "look", "disable_parallel_tool_use": True}
             said = claude.messages.create(model="m", messages=ASK, tools=tools, max_tokens=300, tool_choice=choice)
         assert [(b.type, b.name) for b in said.content] == [("tool_use", "look")] and said.stop_reason == "tool_use"
+
+
+@contextlib.contextmanager
+def begins(made, text):
+    """Within the block every reply begins with this text, and goes on as the model likes."""
+    engine, script = made.engine, made.tokenizer.encode(text)
+    decode = engine.decode
+
+    def scripted(batch):
+        served, row = decode(batch), 0
+        logits = served.logits.clone()
+        for run in batch.runs():
+            if batch.output[run.start : run.end].any():
+                said = len(made.scheduler.turns[run.slot].reply)
+                if said < len(script):
+                    logits[row] = torch.zeros_like(logits[row]).index_fill_(0, torch.tensor(script[said]), 1e4)
+                row += 1
+        return served._replace(logits=logits, likeliest=logits.argmax(-1))
+
+    engine.decode = scripted
+    try:
+        yield
+    finally:
+        del engine.decode
+
+
+OWN = {"hermes": (HERMES, "See: <tool_call>"), "llama": (LLAMA, "<|python_tag|>"), "xml": (XML, "See:\n<tool_call>")}
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_calls_of_its_own_accord_are_held_to_their_schemas(tokenizer, kind):
+    """From the mark on a random model calls a tool that was offered, with arguments that are allowed, each time; text
+    before and behind is its own."""
+    template, mark = OWN[kind]
+    made = service(templated(tokenizer, template, ["<|python_tag|>"]), window=900)
+    ask = {"model": "m", "messages": ASK, "tools": CHAT_TOOLS, "max_tokens": 300, "parallel_tool_calls": False}
+    with served(made) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as gpt:
+        with begins(made, mark):
+            for seed in range(4):
+                choice = gpt.chat.completions.create(**ask, seed=seed).choices[0]
+                (call,) = choice.message.tool_calls
+                check_call(call.function.name, json.loads(call.function.arguments))
+                assert choice.finish_reason == "tool_calls" and (choice.message.content or "See:") == "See:"
+            many = gpt.chat.completions.create(**{**ask, "parallel_tool_calls": True}, seed=9).choices[0]
+            check_call(
+                many.message.tool_calls[0].function.name, json.loads(many.message.tool_calls[0].function.arguments)
+            )
+        with begins(made, "See: "):
+            assert not gpt.chat.completions.create(**{**ask, "max_tokens": 20}).choices[0].message.tool_calls
+
+
+def check_call(name, arguments):
+    assert name in ("look", "wait")
+    if name == "wait":
+        assert arguments == {}
+        return
+    assert set(arguments) <= {"where", "n", "note"} and arguments["where"] in ("mat", "hook")
+    assert 0 <= arguments["n"] <= 9 and len(arguments.get("note", "")) <= 3
+
+
+def test_what_cannot_be_held_is_called_all_the_same(tokenizer, monkeypatch):
+    """Neither a schema that llguidance does not follow nor its absence refuses tools that nobody has to call."""
+    odd = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(?=.*a).*$"}}}
+    made = service(templated(tokenizer, HERMES), window=400)
+    text = '<tool_call>\n{"name": "look", "arguments": {"a": 5}}\n</tool_call>'
+    with served(made) as url:
+        for tools in ([{"type": "function", "function": {"name": "look", "parameters": odd}}], CHAT_TOOLS):
+            body = {"messages": ASK, "tools": tools}
+            with says(made, text):
+                answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+            assert answer["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": 5}'
+            monkeypatch.setitem(sys.modules, "llguidance", None)
+
+
+def test_a_thought_is_free(tokenizer):
+    thinks = templated(tokenizer, HERMES + "{% if false %}<think></think>{% endif %}")
+    made = service(thinks, window=400)
+    text = "<think>\nI may <tool_call> or not.\n</think>\n\nNo."
+    with served(made) as url, says(made, text):
+        body = {"messages": ASK, "tools": CHAT_TOOLS}
+        message = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ("No.", "I may <tool_call> or not.")
 
 
 BAD = {

@@ -7,6 +7,7 @@ import pytest
 from server import says, service, templated
 from templates import HERMES
 
+from riftco.serve.grammar import Grammar
 from riftco.serve.thoughts import Thoughts
 
 ASK = [{"role": "user", "content": "Where is the key?"}]
@@ -186,7 +187,7 @@ def test_it_can_be_switched_off(url, made, monkeypatch, path):
 
 def test_what_knows_of_no_thoughts_or_keeps_to_a_grammar_is_text(made, tokenizer):
     assert service(templated(tokenizer, HERMES)).thoughts(asked(grammar=None), None) is None
-    assert made.thoughts(asked(grammar="any"), None) is None
+    assert made.thoughts(asked(grammar=Grammar(None, 0, None)), None) is None
     assert made.thoughts(asked(grammar=None), None) is not None
     assert not made.thoughts(asked(grammar=None, prompt=tokenizer.encode("<think>\n\n</think>\n\n")), None).inside
     assert made.thoughts(asked(grammar=None, prompt=tokenizer.encode("x<think>\n")), None).inside

@@ -9,6 +9,8 @@ from pydantic import BaseModel
 from server import says, served, service, templated
 from templates import HERMES, LLAMA, XML
 
+from riftco.serve.http.asked import Asked
+
 ASK = [{"role": "user", "content": "Where is the key?"}]
 SCHEMA = {"type": "object", "properties": {"where": {"type": "string"}, "n": {"type": "integer"}}}
 FUNCTION = {"name": "look", "description": "Look somewhere.", "parameters": SCHEMA}
@@ -156,7 +158,9 @@ def test_a_conversation_with_calls_goes_on_in_each_dialect_alike(gpt, claude, ur
     assert '"name": "look"' in prompts[0] and "Look somewhere." in prompts[0], "the tools are in the prompt"
 
 
-def test_what_only_looks_like_a_call_stays_text(gpt, made):
+def test_what_only_looks_like_a_call_stays_text(gpt, made, monkeypatch):
+    """Where nothing holds it to be one (llguidance would)."""
+    monkeypatch.setattr(Asked, "_held", lambda *_: None)
     said = "<tool_call>\nlook(under the mat)\n</tool_call>"
     with says(made, said):
         answer = gpt.chat.completions.create(model="m", messages=ASK, tools=CHAT_TOOLS)
@@ -171,7 +175,8 @@ def test_without_tools_a_call_is_text(gpt, made, kind):
         assert "look" in answer.choices[0].message.content and not answer.choices[0].message.tool_calls
 
 
-def test_tools_that_may_not_be_called_are_in_the_prompt_all_the_same(gpt, made, kind):
+def test_tools_that_may_not_be_called_are_in_the_prompt_all_the_same(gpt, made, kind, monkeypatch):
+    monkeypatch.setattr(Asked, "_held", lambda *_: None)  # or the call would be one of the other
     others = [*CHAT_TOOLS, {"type": "function", "function": {"name": "wait"}}]
     allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "wait"}}]}
     choice = {"type": "allowed_tools", "allowed_tools": allowed}

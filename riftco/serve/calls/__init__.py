@@ -2,6 +2,7 @@
 
 from .call import Call, Tool
 from .formats import Format, format_of
+from .held import CallGrammar
 from .reader import Reader
 
-__all__ = ["Call", "Format", "Reader", "Tool", "format_of"]
+__all__ = ["Call", "CallGrammar", "Format", "Reader", "Tool", "format_of"]

@@ -13,6 +13,7 @@ from ..batch import Refused
 from . import xml
 from .call import Call, Tool, call_of
 
+SPACE = r"/[ \t\n]{0,8}/"
 Taken = tuple[Call | None, int] | None  # a call, or None for text, and how many characters it is; None: more must come
 
 
@@ -21,11 +22,13 @@ class Format(Protocol):
     special: special tokens of the vocabulary that are part of how calls are written.
     many: whether a reply that is made to call may have several calls.
     between: characters that may stand between calls, beside white space.
+    mark: what a call certainly begins with.
     """
 
     special: tuple[str, ...]
     many: bool
     between: str
+    mark: str
 
     def begins(self, text: str, fresh: bool) -> tuple[int | None, int]:
         """Where a call may begin; else how many characters at the end may become its beginning. `fresh`: no text of the
@@ -36,6 +39,9 @@ class Format(Protocol):
 
     def rules(self, tools: Sequence[Tool], many: bool) -> str:
         """Rules of a grammar, of which `calls` is one call or more."""
+
+    def rest(self, tools: Sequence[Tool]) -> str:
+        """A grammar of what follows the mark."""
 
 
 def held_back(text: str, marks: Sequence[str]) -> int:
@@ -48,7 +54,8 @@ class Hermes:
 
     special: tuple[str, ...] = ()
     many, between = True, ""
-    open, close = "<tool_call>", "</tool_call>"
+    mark, close = "<tool_call>", "</tool_call>"
+    open = mark
 
     def begins(self, text: str, fresh: bool) -> tuple[int | None, int]:
         at = text.find(self.open)
@@ -78,11 +85,17 @@ class Hermes:
         ]
         return "\n".join(lines + json_calls(tools, "arguments"))
 
+    def rest(self, tools: Sequence[Tool]) -> str:
+        return "\n".join(
+            [f"start: {either(tools)} {SPACE} {grammar.text(self.close)}", *json_calls(tools, "arguments")]
+        )
+
 
 class Llama:
     """{"name": .., "parameters": {..}} as the whole reply, as Llama 3 writes it, behind <|python_tag|> or not."""
 
-    special: tuple[str, ...] = ("<|python_tag|>",)
+    mark = "<|python_tag|>"  # without it nobody knows before the end whether JSON is a call
+    special: tuple[str, ...] = (mark,)
     many, between = False, ";"  # its template renders no more than one
 
     def begins(self, text: str, fresh: bool) -> tuple[int | None, int]:
@@ -106,6 +119,14 @@ class Llama:
     def rules(self, tools: Sequence[Tool], many: bool) -> str:
         choice = " | ".join(f"call_{i}" for i in range(len(tools)))
         return "\n".join([f"calls: {choice}", *json_calls(tools, "parameters")])
+
+    def rest(self, tools: Sequence[Tool]) -> str:
+        return "\n".join([f"start: {either(tools)}", *json_calls(tools, "parameters")])
+
+
+def either(tools: Sequence[Tool]) -> str:
+    """White space, and the rule of one of the tools' calls."""
+    return f"{SPACE} ({' | '.join(f'call_{i}' for i in range(len(tools)))})"
 
 
 def json_calls(tools: Sequence[Tool], arguments: str) -> list[str]:

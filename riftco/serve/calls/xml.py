@@ -20,7 +20,7 @@ class Xml:
     tag out."""
 
     special: tuple[str, ...] = ()
-    many, between = True, ""
+    many, between, mark = True, "", OPEN
 
     def begins(self, text: str, fresh: bool) -> tuple[int | None, int]:
         found = [at for mark in (OPEN, HEAD) if (at := text.find(mark)) >= 0]
@@ -50,6 +50,15 @@ class Xml:
             f"call: {grammar.text(OPEN + chr(10))} ({' | '.join(f'call_{i}' for i in range(len(tools)))}) "
             f"{grammar.text(chr(10) + CLOSE)}",
         ]
+        return "\n".join(lines + self._calls(tools))
+
+    def rest(self, tools: Sequence[Tool]) -> str:
+        either = " | ".join(f"call_{i}" for i in range(len(tools)))
+        return "\n".join([f'start: "\\n" ({either}) "\\n" {grammar.text(CLOSE)}', *self._calls(tools)])
+
+    def _calls(self, tools: Sequence[Tool]) -> list[str]:
+        """A rule call_i for each tool."""
+        lines = []
         for i, tool in enumerate(tools):
             parts, required = [], set(tool.parameters.get("required", ()))
             for j, (name, of) in enumerate(dict(tool.parameters.get("properties") or {}).items()):
@@ -58,7 +67,7 @@ class Xml:
                 lines.append(value_rule(value, name, of, tool.parameters))
             head = grammar.text(f"<function={tool.name}>\n")
             lines.append(f"call_{i}: {head} {' '.join(parts)} {grammar.text('</function>')}")
-        return "\n".join(lines)
+        return lines
 
 
 def call_of(found: re.Match[str], tools: Mapping[str, Tool]) -> Call | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -10,9 +11,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .. import grammar
 from ..batch import Refused
-from ..calls import Call, Format, Reader, Tool, format_of
+from ..calls import Call, CallGrammar, Format, Reader, Tool, format_of
+from ..grammar import Grammar
 from .errors import ApiError
 from .service import Service
+
+log = logging.getLogger(__name__)
 
 
 class Function(BaseModel):
@@ -99,20 +103,30 @@ class Asked:
             return None
         return Reader(self.format(service), {t.name: t for t in self.callable}, None if self.parallel else 1)
 
-    async def grammar(self, service: Service) -> grammar.Grammar | None:
+    async def grammar(self, service: Service) -> Grammar | None:
         """What the reply must keep to; compiled on a thread, as it may take a second."""
         if self.tools:
             self.format(service)  # refused here, before anything is queued
         if not self.must and not self.lark:
-            return None
+            return await service.away(self._held, service) if self.callable else None
 
-        def compiled() -> grammar.Grammar:
+        def compiled() -> Grammar:
             return service.grammars.compile(self._rules(service))
 
         try:
             return await service.away(compiled)
         except Refused as why:
             raise ApiError(400, str(why), param=None if self.must else "response_format") from None
+
+    def _held(self, service: Service) -> Grammar | None:
+        """What holds calls that are made without being asked for. They were not asked to keep to anything: where that
+        cannot be (llguidance is missing, or cannot follow a schema) they are what the model makes of them."""
+        format = self.format(service)
+        try:
+            return CallGrammar(service.grammars.compile(format.rest(self.callable)), format.mark, service.tokenizer)
+        except Refused as why:
+            log.info("calls are not held to their schemas: %s", why)
+            return None
 
     def _rules(self, service: Service) -> str:
         if not self.callable:

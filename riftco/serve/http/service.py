@@ -110,7 +110,8 @@ class Service:
     def thoughts(self, ticket: Ticket, format: str | None) -> Thoughts | None:
         """What tells a reply's thoughts from its answer; None: all is text. What keeps to a grammar has no thoughts."""
         asked = self.reasoning if format is None else format != "none"
-        if not asked or ticket.request.grammar is not None:
+        grammar = ticket.request.grammar
+        if not asked or (grammar is not None and grammar.whole):
             return None
         return thoughts_of(self.tokenizer, ticket.request.prompt)
 
