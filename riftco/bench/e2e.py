@@ -286,6 +286,8 @@ def measure(
             raise Wrong(graph.summary())
         peak += graph.pool_bytes + sum(p.nbytes for p in model.parameters() if p.requires_grad)
         samples, last = step_ms(trainer, options.steps)
+        if graph.drops:
+            raise Wrong(f"the graph was dropped while its steps were timed: {', '.join(graph.drops)}")
     else:
         samples = []
         for _ in range(options.steps):

@@ -191,13 +191,15 @@ class _Entry:
             if static is not None:
                 static.copy_(getattr(there, name))
         self.denominator.fill_(denominator)
-        fresh = [g for p, g in self.grads if p.grad is None]
+        held = [p.grad for p, _ in self.grads]
+        fresh = [g for (_, g), before in zip(self.grads, held) if before is None]
         if fresh:
             torch._foreach_zero_(fresh)
-        for p, g in self.grads:
-            if p.grad is not None and p.grad is not g:  # from an eager micro-batch of this step
-                g.copy_(p.grad)
-            p.grad = g
+        for (p, g), before in zip(self.grads, held):
+            if before is not g:
+                if before is not None:  # from an eager micro-batch of this step
+                    g.copy_(before)
+                p.grad = g
         self.captured.replay()
         return self.captured.output.clone()
 

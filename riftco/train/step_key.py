@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -62,15 +64,19 @@ class Layout:
         places = (tuple(p.data_ptr() for p in group) for group in groups)
         self.optimizer = (type(optimizer).__name__, getattr(optimizer, "form", ""), *places)
         self._model, self._of = model, optimizer
-        tensors = [*held, *(p for group in groups for p in group)]
-        self._tensors = [(t, t.data_ptr(), t.requires_grad) for t in tensors]
-        self._slots: list[tuple[Any, tuple[Any, ...]]] = []  # a container, and what is in it
-        self._attributes: list[tuple[dict[str, Any], str, Any]] = []
+        # thousands of things are looked at before each step, while the GPU waits: in loops of C, so as flat lists
+        self._tensors = list({id(t): t for t in [*held, *(p for group in groups for p in group)]}.values())
+        self._pointers, self._learning = _pointers(self._tensors), _learning(self._tensors)
+        self._slots: list[dict[str, Any]] = []
+        self._places: list[dict[str, Any]] = []  # where an attribute stands
+        self._names: list[str] = []
         for module in model.modules():
-            for inside in (module._modules, module._parameters, module._buffers):
-                self._slots.append((inside, tuple(inside.values())))
-            plain = (name for name in held_beside_parameters(module) if name not in module._buffers)
-            self._attributes += ((vars(module), name, vars(module)[name]) for name in plain)
+            self._slots += (module._modules, module._parameters, module._buffers)
+            plain = [name for name in held_beside_parameters(module) if name not in module._buffers]
+            self._places += [vars(module)] * len(plain)
+            self._names += plain
+        self._sizes, self._inside = list(map(len, self._slots)), list(_inside(self._slots))
+        self._attributes = list(map(dict.get, self._places, self._names))
         self._groups = [(group, tuple(group)) for group in groups]
 
     def same(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> bool:
@@ -78,10 +84,14 @@ class Layout:
         if model is not self._model or optimizer is not self._of or len(_groups(optimizer)) != len(self._groups):
             return False
         return (
-            all(_is(inside.values(), before) for inside, before in self._slots)
-            and all(_is(group, before) for group, before in self._groups)
-            and all(attributes.get(name) is value for attributes, name, value in self._attributes)
-            and all(t.data_ptr() == at and t.requires_grad == needs for t, at, needs in self._tensors)
+            list(map(len, self._slots)) == self._sizes
+            and all(map(operator.is_, _inside(self._slots), self._inside))
+            and all(
+                len(group) == len(before) and all(map(operator.is_, group, before)) for group, before in self._groups
+            )
+            and all(map(operator.is_, map(dict.get, self._places, self._names), self._attributes))
+            and _pointers(self._tensors) == self._pointers
+            and _learning(self._tensors) == self._learning
         )
 
 
@@ -89,8 +99,19 @@ def _groups(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
     return [] if optimizer is None else optimizer.param_groups
 
 
-def _is(values: Any, before: tuple[Any, ...]) -> bool:
-    return len(values) == len(before) and all(map(operator.is_, values, before))
+_values, _requires_grad = operator.methodcaller("values"), operator.attrgetter("requires_grad")
+
+
+def _inside(slots: list[dict[str, Any]]) -> Iterator[Any]:
+    return itertools.chain.from_iterable(map(_values, slots))
+
+
+def _pointers(tensors: list[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))
+
+
+def _learning(tensors: list[Tensor]) -> list[bool]:
+    return list(map(_requires_grad, tensors))
 
 
 def _layout(t: Tensor) -> tuple[Any, ...]:
