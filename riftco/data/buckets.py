@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -12,6 +13,7 @@ from .batch import IGNORE, Batch
 from .geometry import Geometry
 
 LEAST_TOKENS, LEAST_DOCUMENTS = 64, 16
+SHAPES = ("tokens", "documents", "labels", "longest", "weighted")
 
 
 class Buckets:
@@ -24,13 +26,15 @@ class Buckets:
         documents: most documents of one, where that is known.
         fine: round tokens and labels up by an eighth at most: a new shape costs a recording. Otherwise tokens go up to
             a power of two and a loss is computed for each, labelled or not: a new shape costs a compilation.
+        context: the longest document that the model takes, where it has a limit: none is named longer by rounding.
     """
 
-    def __init__(self, tokens: int = 0, documents: int = 0, *, fine: bool = False):
-        self.fine = fine
+    def __init__(self, tokens: int = 0, documents: int = 0, *, fine: bool = False, context: int | None = None):
+        self.fine, self.context = fine, context
         self.tokens = tokens or (0 if fine else LEAST_TOKENS)
         self.documents = _power(max(documents, LEAST_DOCUMENTS))
         self.labels = self.longest = 0
+        self.weighted = not fine  # whether every batch comes with weights: some, without, have another shape
 
     @classmethod
     def of(cls, source: object) -> Buckets:
@@ -47,10 +51,15 @@ class Buckets:
         weight, cu = batch.row_weight, batch.cu_seqlens
         if self.fine:
             self.labels = max(self.labels, min(_eighths(batch.n_labelled), self.tokens))
-            self.longest = max(self.longest, _power(batch.max_seqlen))
+            rounded = _power(batch.max_seqlen)
+            if self.context is not None:
+                rounded = max(min(rounded, self.context), batch.max_seqlen)
+            self.longest = max(self.longest, rounded)
+            self.weighted = self.weighted or weight is not None
         else:
             self.labels, self.longest = self.tokens, batch.max_seqlen
-            weight = torch.ones(total) if weight is None else weight
+        if self.weighted and weight is None:
+            weight = torch.ones(total)
         return replace(
             batch,
             input_ids=pad(batch.input_ids, (0, behind)),
@@ -65,6 +74,14 @@ class Buckets:
             topk_ids=_below(batch.topk_ids, behind),
             topk_weights=_below(batch.topk_weights, behind),
         )
+
+    def state_dict(self) -> dict[str, int]:
+        """The shapes so far: what is drawn for a batch, and how its sums round, depends on them."""
+        return {name: int(getattr(self, name)) for name in SHAPES}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        for name in SHAPES:
+            setattr(self, name, type(getattr(self, name))(state[name]))
 
 
 def _below(t: Tensor | None, rows: int) -> Tensor | None:

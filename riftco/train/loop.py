@@ -243,7 +243,10 @@ class Trainer:
         """For what computes micro-batches of few shapes alone; it has seen none yet."""
         if self._on_tpu:
             return Buckets.of(self.source)
-        return None if self.step_graph is None else Buckets(fine=True)
+        if self.step_graph is None:
+            return None
+        context = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
+        return Buckets(fine=True, context=context)
 
     def _micro_batch(self, batch: Batch, plan: RowPlan) -> Tensor:
         """Forward and backward; the micro-batch's share of the step's mean loss."""
@@ -454,6 +457,8 @@ class Trainer:
             "data": self.source.state_dict(),
             "optimizer": optimizer,
         }
+        if self._buckets is not None:
+            state["shapes"] = self._buckets.state_dict()
         return state, tensors | {f"random.{k}": v for k, v in random_state(self.device).items()}
 
     def load_state_dict(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -463,6 +468,9 @@ class Trainer:
         self.source.load_state_dict(state["data"])
         self.optimizer.load_state_dict(unflatten_optimizer(state["optimizer"], tensors))
         self.step, self.halvings = state["step"], state["halvings"]
+        self._buckets = self._new_buckets()
+        if self._buckets is not None and "shapes" in state:  # not of a run that padded nothing
+            self._buckets.load_state_dict(state["shapes"])
         set_random_state({k[7:]: v for k, v in tensors.items() if k.startswith("random.")}, self.device)
 
 

@@ -30,3 +30,27 @@ def test_a_batch_that_fits_makes_no_new_shape():
         padded = buckets(packed(lengths))
         shapes.add((padded.physical_tokens, padded.geometry.sequences, padded.n_labelled))
     assert shapes == {(64, 16, 64)}
+
+
+def test_weights_that_some_batches_have_come_with_all_from_then_on():
+    buckets = Buckets(fine=True)
+    assert buckets(packed([3])).row_weight is None
+    assert buckets(packed([3], weight=0.5)).row_weight.tolist() == [0.5] * 3
+    assert buckets(packed([2])).row_weight.tolist() == [1.0, 1.0, 0.0]
+
+
+def test_no_document_is_named_longer_than_the_model_takes():
+    buckets = Buckets(fine=True, context=48)
+    assert [buckets(packed([n])).max_seqlen for n in (9, 33, 48, 5)] == [16, 48, 48, 48]
+    assert buckets(packed([49])).max_seqlen == 49, "a document that is too long stays one, for the model to refuse"
+
+
+def test_shapes_go_on_where_they_were():
+    first = Buckets(fine=True)
+    for batch in (packed([30, 34], weight=0.5), packed([1] * 20), packed([5])):
+        padded = first(batch)
+    other = Buckets(fine=True)
+    other.load_state_dict(first.state_dict())
+    again = other(packed([5]))
+    assert (again.physical_tokens, again.geometry.sequences, again.n_labelled, again.max_seqlen) == (64, 32, 64, 64)
+    assert torch.equal(again.row_weight, padded.row_weight)
