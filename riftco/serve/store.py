@@ -211,11 +211,14 @@ class Store:
             save_file({k: t.contiguous() for k, t in moment.shadow.items()}, folder / SHADOW)
 
         root = where / "checkpoints"
+        folder = root / f"step-{event.number:08d}"
+        if folder.exists():  # of an event that was taken back when the disk refused even that
+            remove(folder)
         try:
             save_checkpoint(root, {**event.state, "record": logged}, moment.tensors, write, keep=1 << 30)
         except BaseException:  # perhaps after the rename: the event is taken back, and must not be found again
-            if (root / f"step-{event.number:08d}").exists():
-                remove(root / f"step-{event.number:08d}")
+            if folder.exists():
+                remove(folder)
             raise
         self.events[id], self.journals[id], self.versions[id] = event.number, event.journal, event.version
         self._let_go(id, bank)

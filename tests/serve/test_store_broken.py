@@ -57,6 +57,25 @@ def test_an_event_that_failed_behind_its_rename_never_was(tmp_path, monkeypatch)
     assert_same(held(start(tmp_path)), held(made))
 
 
+def test_an_event_that_could_not_be_taken_off_the_disk_does_not_stand_for_the_next(tmp_path, monkeypatch):
+    """Both have the same number."""
+    from riftco.train import checkpoint
+
+    made = start(tmp_path)
+    event(made, 1)
+    real = checkpoint.fsync
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "fsync", lambda path: full() if path.name == "checkpoints" else real(path))
+        patch.setattr("riftco.serve.store.remove", full)
+        with pytest.raises(OSError, match="No space"):
+            event(made, 2)
+        patch.setattr(checkpoint, "fsync", real)
+        with pytest.raises(OSError, match="No space"):
+            event(made, 4)
+    event(made, 4)
+    assert_same(held(start(tmp_path)), held(made))
+
+
 def test_an_old_checkpoint_that_stays_takes_no_event_back(tmp_path, monkeypatch, caplog):
     made = start(tmp_path)
     for n in (1, 2, 4):
