@@ -89,3 +89,42 @@ def test_no_more_than_may_be():
 def test_text_is_shown_as_it_comes():
     reader = Reader(Hermes(), TOOLS)
     assert reader.add("So a <to") == ["So a"] and reader.add("y> b") == [" <toy> b"]
+
+
+UNREADABLE = {
+    "a name that is a list": '{"name": ["wait"], "arguments": {}}',
+    "no number of JSON": '{"name": "wait", "arguments": {"a": NaN}}',
+    "a number beyond all": '{"name": "wait", "arguments": {"a": 1e999}}',
+    "the same in a string": json.dumps({"name": "wait", "arguments": '{"a": -Infinity}'}),
+    "nested deeper than readers go": '{"name": "wait", "arguments": ' + '{"a":' * 500 + "1" + "}" * 500 + "}",
+    "nested deeper than Python reads": '{"name": "wait", "arguments": ' + "[" * 20_000 + "}",
+}
+
+
+@pytest.mark.parametrize("json", UNREADABLE.values(), ids=UNREADABLE)
+def test_what_no_client_could_read_is_text(json):
+    assert read(Hermes(), f"<tool_call>{json}</tool_call>", 10_000) == (f"<tool_call>{json}</tool_call>", [])
+    assert read(Llama(), json.replace("arguments", "parameters"), 10_000)[1] == []
+
+
+def test_half_a_surrogate_pair_is_replaced():
+    """Nothing that holds one can be sent."""
+    text = '<tool_call>{"name": "wait", "arguments": {"a": "\\ud83d", "b": "\\ud83d\\ude00"}}</tool_call>'
+    assert read(Hermes(), text, 9) == ("", [Call("wait", '{"a": "\ufffd", "b": "\U0001f600"}')])
+
+
+@pytest.mark.parametrize("end", ["</function>\nx</tool_call>", "<parameter=b>\nhalf of", "</function></tool_call>"])
+def test_long_calls_in_tags_are_read_in_no_time(end):
+    """Broken ones, too: a reply that was cut off is searched for its end once, not once for each way to cut it."""
+    body = "".join(f"<parameter=a{i}>\n{i}\n</parameter>\n" for i in range(2000))
+    text = f"<tool_call>\n<function=wait>\n{body}{end}"
+    shown, calls = read(Xml(), text, 1000)
+    whole = end == "</function></tool_call>"
+    assert len(calls) == whole and (shown == "" if whole else shown == text)
+    if whole:
+        assert json.loads(calls[0].arguments) == {f"a{i}": i for i in range(2000)}
+
+
+def test_numbers_that_are_none_are_text_in_tags():
+    text = "<function=wait><parameter=a>NaN</parameter><parameter=b>1e999</parameter></function>"
+    assert read(Xml(), text, 7) == ("", [Call("wait", '{"a": "NaN", "b": "1e999"}')])

@@ -11,7 +11,7 @@ from ...models import Tokenizer
 from .. import grammar
 from ..batch import Refused
 from . import xml
-from .call import Call, Tool, call_of
+from .call import Call, Tool, call_of, json_at, json_of
 
 SPACE = r"/[ \t\n]{0,8}/"
 Taken = tuple[Call | None, int] | None  # a call, or None for text, and how many characters it is; None: more must come
@@ -65,7 +65,7 @@ class Hermes:
         start, end = len(self.open), text.find(self.close)
         while end >= 0:
             try:
-                return call_of(json.loads(text[start:end]), tools), end + len(self.close)
+                return call_of(json_of(text[start:end]), tools), end + len(self.close)
             except ValueError as why:
                 if not str(why).startswith("Unterminated string"):  # else the mark is part of an argument
                     return None, end + len(self.close)
@@ -73,7 +73,7 @@ class Hermes:
         if not final:
             return None
         try:  # the model ended its turn without the mark
-            return call_of(json.loads(text[start:]), tools), len(text)
+            return call_of(json_of(text[start:]), tools), len(text)
         except ValueError:
             return None, len(text)
 
@@ -110,7 +110,7 @@ class Llama:
         body = text.removeprefix(self.special[0])
         start = len(body) - len(body.lstrip())
         try:
-            found, end = json.JSONDecoder().raw_decode(body, start)
+            found, end = json_at(body, start)
         except ValueError:
             return (None, len(text)) if final else None
         end += len(text) - len(body)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import grammar
-from .call import Call, Tool
+from .call import Call, Tool, called, json_of
 
-PARAMETER = r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>))"
-FUNCTION = re.compile(rf"<function=([^>\n]+)>((?:\s*{PARAMETER})*)\s*</function>", re.S)
+FUNCTION = re.compile(r"<function=([^>\n]+)>\s*")
+PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?")
+# of a value: what looks like it elsewhere is part of the value
+END = re.compile(r"\n?</parameter>\s*(?:(?=<parameter=[^>\n]+>)|(?=</function>\Z))")
 OPEN, CLOSE, HEAD = "<tool_call>", "</tool_call>", "<function="
 
 
@@ -34,15 +35,15 @@ class Xml:
         while at >= 0:
             size = at + len(end)
             body = text[:size].removeprefix(OPEN).removesuffix(CLOSE).strip()
-            if whole := FUNCTION.fullmatch(body):
+            if (whole := function_of(body)) is not None:
                 return call_of(whole, tools), size
             at = text.find(end, size)  # the mark may be part of an argument
         if not final:
             if CLOSE in text and HEAD not in text:  # something else in the tag
                 return None, text.index(CLOSE) + len(CLOSE)
             return None
-        whole = FUNCTION.fullmatch(text.removeprefix(OPEN).strip())
-        return (call_of(whole, tools) if whole else None), len(text)
+        whole = function_of(text.removeprefix(OPEN).strip())
+        return (None if whole is None else call_of(whole, tools)), len(text)
 
     def rules(self, tools: Sequence[Tool], many: bool) -> str:
         lines = [
@@ -70,15 +71,32 @@ class Xml:
         return lines
 
 
-def call_of(found: re.Match[str], tools: Mapping[str, Tool]) -> Call | None:
-    tool = tools.get(found[1].strip())
+Function = tuple[str, list[tuple[str, str]]]  # name, and its parameters' names and values
+
+
+def function_of(text: str) -> Function | None:
+    """The one function that a text is; found in one pass, whatever the text is."""
+    head = FUNCTION.match(text)
+    if head is None or not text.endswith("</function>"):
+        return None
+    at, made = head.end(), []
+    while not text.startswith("</function>", at) or len(text) > at + len("</function>"):
+        begin = PARAMETER.match(text, at)
+        end = None if begin is None else END.search(text, begin.end())
+        if begin is None or end is None:
+            return None
+        made.append((begin[1].strip(), text[begin.end() : end.start()]))
+        at = end.end()
+    return head[1].strip(), made
+
+
+def call_of(found: Function, tools: Mapping[str, Tool]) -> Call | None:
+    name, given = found
+    tool = tools.get(name)
     if tool is None:
         return None
     known = tool.parameters.get("properties") or {}
-    made = {}
-    for name, value in re.findall(PARAMETER, found[2] + "</function>", re.S):
-        made[name.strip()] = value_of(value, known.get(name.strip()))
-    return Call(tool.name, json.dumps(made, ensure_ascii=False))
+    return called(name, {of: value_of(value, known.get(of)) for of, value in given})
 
 
 def value_of(value: str, of: Any) -> Any:
@@ -87,7 +105,7 @@ def value_of(value: str, of: Any) -> Any:
     if kind == "string" or (isinstance(of, Mapping) and _strings(of)):
         return value
     try:
-        return json.loads(value)
+        return json_of(value)
     except ValueError:
         return {"True": True, "False": False, "None": None}.get(value.strip(), value)
 
