@@ -21,6 +21,7 @@ from .spec import AdapterError, LoraSpec
 
 WEIGHTS = "adapter_model.safetensors"
 NOTE = "riftco.json"  # beside PEFT's files, which have no place for it
+HELD = ("nf4", "packed")  # what it can say of the base's weights
 BASE = ".base_layer.weight"  # PEFT saves an adapted embedding's frozen weight, too
 
 
@@ -62,6 +63,8 @@ def save_adapter(
         with open(temporary, "rb") as f:
             os.fsync(f.fileno())
         os.replace(temporary, where / name)
+    if base_weights is None:
+        (where / NOTE).unlink(missing_ok=True)  # of an adapter that was here before
 
 
 def base_weights_of(folder: str | os.PathLike) -> str | None:
@@ -74,9 +77,12 @@ def base_weights_of(folder: str | os.PathLike) -> str | None:
     if not note.is_file():
         return None
     try:
-        return json.loads(note.read_text())["base_weights"]
+        held = json.loads(note.read_text())["base_weights"]
     except (ValueError, KeyError, TypeError):
-        raise AdapterError(f"{note} is damaged; delete it, or give the weights by hand") from None
+        held = None
+    if held not in HELD:
+        raise AdapterError(f"{note} is damaged; delete it, or give the weights by hand")
+    return held
 
 
 def load_adapter_state(model: torch.nn.Module, state: Mapping[str, Tensor], source: str) -> None:

@@ -32,6 +32,8 @@ def adopt(engine: Engine, id: str, folder: str) -> None:
         return
     first, known = engine.bank.of(id).versions[0], engine.bank.of(id).spec
     same = first.keys() == state.keys() and all(torch.equal(t.cpu(), state[n].to(t.dtype)) for n, t in first.items())
-    if not same or (spec.alpha, spec.use_rslora) != (known.alpha, known.use_rslora):
+    layers = {name.partition(".lora_")[0] for name in state}
+    scaled = all(spec.alpha_of(name) == known.alpha_of(name) for name in layers)
+    if not same or not scaled or spec.use_rslora != known.use_rslora:
         where = f" in {engine.store.folder}" if engine.store is not None else ""
         raise Refused(f"adapter {id!r}{where} did not begin as {folder}; name another --train-dir for it")

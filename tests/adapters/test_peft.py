@@ -110,9 +110,12 @@ def test_how_the_base_was_held_is_kept_beside_the_adapter(tmp_path):
     save_adapter(model, spec, tmp_path / "quantised", base_weights="nf4")
     assert base_weights_of(tmp_path / "plain") is None and base_weights_of(tmp_path / "quantised") == "nf4"
     peft.PeftModel.from_pretrained(base(), tmp_path / "quantised")
-    (tmp_path / "quantised" / "riftco.json").write_text("[]")
-    with pytest.raises(AdapterError, match="is damaged"):
-        base_weights_of(tmp_path / "quantised")
+    for damage in ("[]", '{"base_weights": 4}', '{"base_weights": "nf5"}'):
+        (tmp_path / "quantised" / "riftco.json").write_text(damage)
+        with pytest.raises(AdapterError, match="is damaged"):
+            base_weights_of(tmp_path / "quantised")
+    save_adapter(model, spec, tmp_path / "quantised")
+    assert base_weights_of(tmp_path / "quantised") is None, "a note does not outlive the adapter that it was of"
 
 
 def test_refusals(tmp_path):
