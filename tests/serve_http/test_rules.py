@@ -1,14 +1,18 @@
 """Errors, keys, limits, and learning on its own route."""
 
+import itertools
+import threading
 import time
 
 import httpx
 import pytest
 from server import WINDOW, served, service
 
+from riftco.serve import LearnOutcome
 from riftco.serve.http import Limits
 from riftco.serve.http.auth import Keys, check_bind
 from riftco.serve.http.generation import Stops
+from riftco.serve.http.models import LearnOptions
 
 ASK = [{"role": "user", "content": "Where is the key?"}]
 REPLY = [*ASK, {"role": "assistant", "content": "On the hook."}]
@@ -131,6 +135,30 @@ def test_a_lesson_waits_for_the_duty_cycle(tokenizer, tmp_path, monkeypatch):
         client.post("/v1/chat/completions", json=CHAT)
         assert client.post("/learn", json=LEARN).status_code == 200
     assert waits == [0] and made.scheduler.totals.learned == 1, "before it learns"
+
+
+def test_lessons_that_waited_together_go_on_one_by_one(tokenizer, tmp_path, monkeypatch):
+    """Each leaves the time to others that the one before it owes; else all would go on at the end of the first wait."""
+    made, began = service(tokenizer, tmp_path), []
+    monkeypatch.setattr(made.scheduler.duty, "busy", lambda: True)
+    made.scheduler.duty.fraction = 0.5
+
+    def learn(*arguments, **options):
+        began.append((made.scheduler.duty.debt, time.perf_counter()))
+        time.sleep(0.1)
+        made.scheduler.worked(0.1)
+        return LearnOutcome(True)
+
+    monkeypatch.setattr(made.scheduler, "learn", learn)
+    made.scheduler.worked(0.3)
+    options = LearnOptions(lora_id="live", lr=1e-3, reply_tokens=[5])
+    threads = [threading.Thread(target=made.learn, args=(0, [5, 6], options, "")) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [debt for debt, _ in began] == [0.0] * 4
+    assert all(later - before >= 0.2 for (_, before), (_, later) in itertools.pairwise(began))
 
 
 def test_slots_and_prefixes(client):

@@ -85,7 +85,7 @@ class Service:
         self.scales: dict[str, float] = {}  # adapters that serve whoever names none
         self._recent: deque[float] = deque()
         self._known: OrderedDict[str, LearnOutcome | None] = OrderedDict()  # None: under way
-        self._lock = threading.Lock()
+        self._lock, self._next_to_learn = threading.Lock(), threading.Lock()
         self._readers = ThreadPoolExecutor(READERS, "riftco-text")
 
     async def away(self, what: Callable[..., T], *arguments: Any) -> T:
@@ -253,10 +253,11 @@ class Service:
             teach = self.teach(options, caller)
             if not teach.reply:
                 raise ApiError(400, "a learn needs a reply", param="reply")
-            self.scheduler.duty.wait()
-            outcome = self.scheduler.learn(
-                slot, prompt, list(teach.reply), teach.adapter, teach.lr, note=teach.note, dry_run=options.dry_run
-            )
+            with self._next_to_learn:  # those who wait together would all go on at the same moment
+                self.scheduler.duty.wait()
+                outcome = self.scheduler.learn(
+                    slot, prompt, list(teach.reply), teach.adapter, teach.lr, note=teach.note, dry_run=options.dry_run
+                )
             return outcome
         finally:
             self.settle(id, outcome)
