@@ -301,7 +301,7 @@ class Learner:
 
     def _gradients_that_fit(self, lessons: Sequence[Lesson], adapter: str, labelled: int) -> float:
         """`_gradients`, where memory runs out in chunks of half the rows, on which no gradient depends."""
-        state = random_state(self.bank.model.device)
+        state, given = random_state(self.bank.model.device), self.chunk
         while True:
             try:
                 return self._gradients(lessons, adapter, labelled)
@@ -312,6 +312,7 @@ class Learner:
             longest = max(end - start for lesson in lessons for start, end in runs_of(lesson.label))
             smaller = min(self.chunk, longest) // 2
             if not smaller:
+                self.chunk = given
                 raise Refused(f"memory ran out even a row at a time, and nothing was changed: {why}")
             log.warning("learning in chunks of %d rows from here on: %s", smaller, why)
             self.chunk = smaller

@@ -183,12 +183,13 @@ def test_dropout_falls_where_it_would_without_the_failed_tries(monkeypatch):
 def test_where_not_even_a_row_fits_the_learn_is_refused(monkeypatch):
     made = serving()
     assert made.learn(*WHERE, adapter="a", lr=1e-3).success
-    before = state_bytes(made)
+    before, rows = state_bytes(made), made.learner.chunk
     with monkeypatch.context() as patch:
         tried = short_of_memory(patch, 0)
         outcome = made.learn(*WHERE, adapter="a", lr=1e-3)
     assert not outcome.success and "a row at a time, and nothing was changed: OutOfMemoryError: CUDA" in outcome.reason
     assert tried[-1] == 1 and state_bytes(made) == before
+    assert made.learner.chunk == rows, "it helped nobody, and makes none of the learns after it slow"
     made.train("a", 1e-3)
     with monkeypatch.context() as patch:
         short_of_memory(patch, 0)
