@@ -4,7 +4,7 @@ import json
 
 import httpx
 import pytest
-from server import says, service, templated
+from server import says, served, service, templated
 from templates import HERMES
 
 from riftco.serve.grammar import Grammar
@@ -198,3 +198,15 @@ def asked(grammar, prompt=(5, 6)):
         request = type("Request", (), {"grammar": grammar, "prompt": list(prompt)})
 
     return Asked
+
+
+def test_marks_that_are_control_tokens_are_read(tokenizer):
+    """Some files say so of them: a token that is not shown is a mark all the same."""
+    special = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    made = service(templated(tokenizer, TEMPLATE, special), window=400)
+    with served(made) as url, says(made, f"<think>\nWhy?\n</think>\n\nHm. {CALL}"):
+        message = httpx.post(
+            f"{url}/v1/chat/completions", json={"messages": ASK, "tools": TOOLS, "max_tokens": 60}, timeout=60
+        ).json()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Why?", "Hm.")
+    assert [call["function"] for call in message["tool_calls"]] == [{"name": "look", "arguments": "{}"}]

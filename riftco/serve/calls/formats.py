@@ -19,13 +19,15 @@ Taken = tuple[Call | None, int] | None  # a call, or None for text, and how many
 
 class Format(Protocol):
     """Attributes:
-    special: special tokens of the vocabulary that are part of how calls are written.
+    special: special tokens of the vocabulary that are not shown where they begin no call.
+    tokens: what calls are written with that may be special tokens of a vocabulary: text, as far as calls are read.
     many: whether a reply that is made to call may have several calls.
     between: characters that may stand between calls, beside white space.
     mark: what a call certainly begins with.
     """
 
     special: tuple[str, ...]
+    tokens: tuple[str, ...]
     many: bool
     between: str
     mark: str
@@ -55,6 +57,7 @@ class Hermes:
     special: tuple[str, ...] = ()
     many, between = True, ""
     mark, close = "<tool_call>", "</tool_call>"
+    tokens: tuple[str, ...] = (mark, close)
     open = mark
 
     def begins(self, text: str, fresh: bool) -> tuple[int | None, int]:
@@ -96,6 +99,7 @@ class Llama:
 
     mark = "<|python_tag|>"  # without it nobody knows before the end whether JSON is a call
     special: tuple[str, ...] = (mark,)
+    tokens = special
     many, between = False, ";"  # its template renders no more than one
 
     def begins(self, text: str, fresh: bool) -> tuple[int | None, int]:

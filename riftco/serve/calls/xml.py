@@ -21,6 +21,7 @@ class Xml:
     tag out."""
 
     special: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = (OPEN, CLOSE)
     many, between, mark = True, "", OPEN
 
     def begins(self, text: str, fresh: bool) -> tuple[int | None, int]:

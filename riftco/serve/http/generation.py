@@ -122,7 +122,7 @@ async def generation(
         ApiError: the turn failed.
     """
     text, stops, shown, pending = Text(tokenizer), Stops(stop), "", list[Chosen]()
-    special = (*(() if reader is None else reader.format.special), *(() if thoughts is None else MARKS))
+    special = (*(() if reader is None else reader.format.tokens), *(() if thoughts is None else MARKS))
     marks = tokenizer.ids_of(special)
     began, first, ended = time.perf_counter(), None, None
     thought, thought_tokens = "", 0
