@@ -32,7 +32,8 @@ class Buckets:
     def __init__(self, tokens: int = 0, documents: int = 0, *, fine: bool = False, context: int | None = None):
         self.fine, self.context = fine, context
         self.tokens = tokens or (0 if fine else LEAST_TOKENS)
-        self.documents = _power(max(documents, LEAST_DOCUMENTS))
+        # room for many more documents than come looks to attention like short ones, which other kernels compute
+        self.documents = _power(max(documents, 1 if fine else LEAST_DOCUMENTS))
         self.labels = self.longest = 0
         self.weighted = not fine  # whether every batch comes with weights: some, without, have another shape
 

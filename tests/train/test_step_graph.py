@@ -103,7 +103,7 @@ def test_a_run_is_bit_equal_to_the_eager_one(accumulate, dropout):
     assert (graph.eager, graph.captured, graph.replayed) == (1, 1, 8 * accumulate - 1)
     assert graph.pool_bytes == 1 << 20
     assert made.notes == [
-        "step graph: captured 24 tokens in up to 16 documents, up to 24 labels; its pool holds 1.0 MiB"
+        "step graph: captured 24 tokens in up to 4 documents, up to 24 labels; its pool holds 1.0 MiB"
     ]
     assert all(p.grad is None for p in made.model.parameters()), "a finished step leaves no gradient"
 
