@@ -106,6 +106,9 @@ def test_learns_that_wait_for_their_time_hold_up_no_prompt(tokenizer, tmp_path, 
         try:
             assert waiting.acquire(timeout=30)
             assert client.post("/v1/chat/completions", json=ASK, timeout=20).is_success
+            assert client.get("/learn/log", timeout=20).is_success
+            undo = client.post("/learn/undo", json={"lora_id": "live"}, timeout=20)
+            assert "0" in undo.json()["error"]["message"], "who looks after the server is not held up either"
         finally:
             go_on.set()
             for thread in learns:

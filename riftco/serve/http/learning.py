@@ -57,7 +57,7 @@ def routes(service: Service, admin, folder: pathlib.Path | None) -> APIRouter:
         caller = admin(request)
         service.needs_learning()
         slot, prompt = await service.away(lesson, service, body)
-        outcome = await asyncio.to_thread(service.learn, slot, prompt, body, caller)
+        outcome = await service.learned(slot, prompt, body, caller)
         if not outcome.success:
             raise ApiError(400, str(outcome.reason), code="learn_refused")
         return {"learn": outcome_json(outcome)}

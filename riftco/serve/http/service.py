@@ -32,7 +32,8 @@ OURS = frozenset((
     "tokenize", "tokenizer_kwargs", "padding", "truncation", "max_length", "return_tensors", "return_dict",
     "return_assistant_tokens_mask",
 ))  # fmt: skip
-READERS = 4  # threads that turn texts into tokens; learns that wait for their time hold up none of them
+READERS = 4  # threads that turn texts into tokens
+LEARNERS = 64  # threads of learns, which wait there for their time and hold up nothing else
 T = TypeVar("T")
 REMEMBERED = 1024  # learn ids whose outcome is kept for a client that asks again
 
@@ -87,10 +88,17 @@ class Service:
         self._known: OrderedDict[str, LearnOutcome | None] = OrderedDict()  # None: under way
         self._lock, self._next_to_learn = threading.Lock(), threading.Lock()
         self._readers = ThreadPoolExecutor(READERS, "riftco-text")
+        self._learners = ThreadPoolExecutor(LEARNERS, "riftco-learn")
 
     async def away(self, what: Callable[..., T], *arguments: Any) -> T:
         """Run what a long text makes long (megabytes take seconds) without holding up other requests."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, what, *arguments)
+
+    async def learned(self, slot: int, prompt: list[int], options: LearnOptions, caller: str) -> LearnOutcome:
+        """`learn`, on a thread of its own kind."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self._learners, self.learn, slot, prompt, options, caller
+        )
 
     def prompt_of(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
         """The tokens that a conversation is served with, and learned behind."""
