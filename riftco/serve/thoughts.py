@@ -24,7 +24,7 @@ class Thoughts:
     def __init__(self, inside: bool = False):
         self.inside, self._held = inside, ""
         self._undecided = not inside  # nothing but white space, or a part of the mark, was seen yet
-        self._begun = self._closed = False  # some of the thought was given; its end was seen
+        self._marked = self._begun = self._closed = False  # its mark is behind; some of it was given; its end was seen
 
     def add(self, text: str) -> list[tuple[bool, str]]:
         self._held += text
@@ -56,11 +56,12 @@ class Thoughts:
         return made
 
     def _think(self, made: list[tuple[bool, str]], final: bool) -> None:
-        if not self._begun:  # some repeat the mark that the prompt ends with
+        if not self._begun:
             self._held = self._held.lstrip()
-            if OPEN.startswith(self._held) and not final:
-                return
-            self._held = self._held.removeprefix(OPEN).lstrip()
+            if not self._marked:  # some repeat the mark that the prompt ends with
+                if OPEN.startswith(self._held) and not final:
+                    return
+                self._held, self._marked = self._held.removeprefix(OPEN).lstrip(), True
             if not self._held:
                 return
         at = self._held.find(CLOSE)

@@ -51,6 +51,9 @@ LLAMA = {
     "JSON that is no call": ('{"name": "Ann", "parameters": 3} is she', '{"name": "Ann", "parameters": 3} is she', []),
     "in the middle of text": ('So: {"name": "wait", "parameters": {}}', 'So: {"name": "wait", "parameters": {}}', []),
     "half of one": ('{"name": "wait", "para', '{"name": "wait", "para', []),
+    "its mark behind a call": (
+        '{"name": "wait", "parameters": {}} <|python_tag|>{"name": "wait", "parameters": {}}', "", [WAIT, WAIT]
+    ),
     "code": ('<|python_tag|>look.call("x")', 'look.call("x")', []),
 }  # fmt: skip
 XML = {
@@ -69,6 +72,9 @@ XML = {
     ),
     "another tool": ("<function=run>\n</function>", "<function=run>\n</function>", []),
     "half of one": ("<tool_call>\n<function=look>\n<parameter=n>\n3",) * 2 + ([],),
+    "something else in its tag, then a call": (
+        "<tool_call>\nx\n</tool_call>\n<function=wait>\n</function>", "<tool_call>\nx\n</tool_call>", [WAIT]
+    ),
     "JSON in its tag": ('<tool_call>\n{"name": "wait"}\n</tool_call>',) * 2 + ([],),
 }  # fmt: skip
 ALL = [(f, name) for f, cases in ((Hermes(), HERMES), (Llama(), LLAMA), (Xml(), XML)) for name in cases]
@@ -128,3 +134,13 @@ def test_long_calls_in_tags_are_read_in_no_time(end):
 def test_numbers_that_are_none_are_text_in_tags():
     text = "<function=wait><parameter=a>NaN</parameter><parameter=b>1e999</parameter></function>"
     assert read(Xml(), text, 7) == ("", [Call("wait", '{"a": "NaN", "b": "1e999"}')])
+
+
+@pytest.mark.parametrize("format", [Hermes(), Xml()], ids=["Hermes", "Xml"])
+def test_a_model_that_repeats_a_closing_mark_is_not_waited_for(format):
+    """Each mark could be part of an argument, and all would be tried again for each token."""
+    begins = '{"name": "wait", "arguments": {"a": "' if isinstance(format, Hermes) else "<function=wait><parameter=a>"
+    reader, text, shown = Reader(format, TOOLS), f"<tool_call>{begins}", ""
+    for piece in (text, *["</tool_call>"] * 100):
+        shown += "".join(reader.add(piece))
+    assert shown == text + "</tool_call>" * 100

@@ -45,6 +45,8 @@ def in_pieces(text, size, inside=False):
         (f" {ANSWER} <think>x</think>", False, ("", f" {ANSWER} <think>x</think>")),
         ("<thin", False, ("", "<thin")),
         ("<think>a</think>b</think> <think>c", False, ("a", "b</think> <think>c")),
+        ("<think>\n<think>a</think>b", False, ("<think>a", "b")),
+        ("<think>\n<think>a</think>b", True, ("<think>a", "b")),
         ("<think>x < y</think><", False, ("x < y", "<")),
         ("", True, ("", "")),
         ("", False, ("", "")),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 DEEPEST = 100  # levels of a call's arguments; those of a model that repeats itself go on
+MOST_MARKS = 32  # closing marks that may be part of one call's arguments: all are tried again as the call grows
 LONE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, which no UTF-8 has
 
 

@@ -11,7 +11,7 @@ from ...models import Tokenizer
 from .. import grammar
 from ..batch import Refused
 from . import xml
-from .call import Call, Tool, call_of, json_at, json_of
+from .call import MOST_MARKS, Call, Tool, call_of, json_at, json_of
 
 SPACE = r"/[ \t\n]{0,8}/"
 Taken = tuple[Call | None, int] | None  # a call, or None for text, and how many characters it is; None: more must come
@@ -73,6 +73,8 @@ class Hermes:
                 if not str(why).startswith("Unterminated string"):  # else the mark is part of an argument
                     return None, end + len(self.close)
             end = text.find(self.close, end + 1)
+        if text.count(self.close) > MOST_MARKS:
+            return None, text.index(self.close) + len(self.close)
         if not final:
             return None
         try:  # the model ended its turn without the mark
@@ -103,11 +105,11 @@ class Llama:
     many, between = False, ";"  # its template renders no more than one
 
     def begins(self, text: str, fresh: bool) -> tuple[int | None, int]:
+        if fresh and text.lstrip().startswith("{"):
+            return len(text) - len(text.lstrip()), 0
         at = text.find(self.special[0])
         if at >= 0:
             return at, 0
-        if fresh and text.lstrip().startswith("{"):
-            return len(text) - len(text.lstrip()), 0
         return None, held_back(text, self.special)
 
     def take(self, text: str, tools: Mapping[str, Tool], final: bool) -> Taken:

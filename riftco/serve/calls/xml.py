@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import grammar
-from .call import Call, Tool, called, json_of
+from .call import MOST_MARKS, Call, Tool, called, json_of
 
 FUNCTION = re.compile(r"<function=([^>\n]+)>\s*")
 PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?")
@@ -39,9 +39,12 @@ class Xml:
             if (whole := function_of(body)) is not None:
                 return call_of(whole, tools), size
             at = text.find(end, size)  # the mark may be part of an argument
+        if text.count(end) > MOST_MARKS:
+            return None, text.index(end) + len(end)
+        close = text.find(CLOSE)
+        if close >= 0 and HEAD not in text[:close]:  # something else in the tag
+            return None, close + len(CLOSE)
         if not final:
-            if CLOSE in text and HEAD not in text:  # something else in the tag
-                return None, text.index(CLOSE) + len(CLOSE)
             return None
         whole = function_of(text.removeprefix(OPEN).strip())
         return (None if whole is None else call_of(whole, tools)), len(text)
