@@ -145,6 +145,11 @@ def text(literal: str) -> str:
     return json.dumps(literal, ensure_ascii=False) if literal else ""
 
 
+def mark(literal: str, ids: Mapping[str, int]) -> str:
+    """A mark in a rule, as text or as the token that it is in some vocabularies (mark -> id), which no text matches."""
+    return f"({text(literal)} | <[{ids[literal]}]>)" if literal in ids else text(literal)
+
+
 def schema(of: Mapping[str, Any] | bool) -> str:
     """JSON of a schema, in a rule."""
     given = {"type": "object"} if of is True else of

@@ -212,3 +212,15 @@ def test_marks_that_are_control_tokens_are_read(tokenizer):
         ).json()["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("Why?", "Hm.")
     assert [call["function"] for call in message["tool_calls"]] == [{"name": "look", "arguments": "{}"}]
+
+
+def test_a_call_that_is_asked_for_may_have_its_marks_as_control_tokens(tokenizer):
+    pytest.importorskip("llguidance", reason="riftco[structured] is not installed")
+    made = service(templated(tokenizer, TEMPLATE, ("<tool_call>", "</tool_call>")), window=400)
+    assert len(made.tokenizer.ids_of(("<tool_call>", "</tool_call>"))) == 2
+    with served(made) as url, says(made, CALL):
+        body = {"messages": ASK, "tools": TOOLS, "max_tokens": 60, "tool_choice": "required"}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": "look", "arguments": "{}"}
+    assert answer["usage"]["completion_tokens"] == len(made.tokenizer.encode(CALL)) + 1, "marks of one token each"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 from ...models import Tokenizer
@@ -24,6 +25,7 @@ class Format(Protocol):
     many: whether a reply that is made to call may have several calls.
     between: characters that may stand between calls, beside white space.
     mark: what a call certainly begins with.
+    ids: of `tokens` those that are special tokens of the vocabulary, mark -> id.
     """
 
     special: tuple[str, ...]
@@ -31,6 +33,7 @@ class Format(Protocol):
     many: bool
     between: str
     mark: str
+    ids: Mapping[str, int]
 
     def begins(self, text: str, fresh: bool) -> tuple[int | None, int]:
         """Where a call may begin; else how many characters at the end may become its beginning. `fresh`: no text of the
@@ -60,6 +63,9 @@ class Hermes:
     tokens: tuple[str, ...] = (mark, close)
     open = mark
 
+    def __init__(self, ids: Mapping[str, int] = MappingProxyType({})):
+        self.ids = ids
+
     def begins(self, text: str, fresh: bool) -> tuple[int | None, int]:
         at = text.find(self.open)
         return (None, held_back(text, [self.open])) if at < 0 else (at, 0)
@@ -83,16 +89,16 @@ class Hermes:
             return None, len(text)
 
     def rules(self, tools: Sequence[Tool], many: bool) -> str:
-        begin, end = grammar.text(self.open + "\n"), grammar.text("\n" + self.close)
+        begin, end = (grammar.mark(m, self.ids) for m in (self.open, self.close))
         lines = [
             'calls: call ("\\n" call)*' if many else "calls: call",
-            f"call: {begin} ({' | '.join(f'call_{i}' for i in range(len(tools)))}) {end}",
+            f'call: {begin} "\\n" ({" | ".join(f"call_{i}" for i in range(len(tools)))}) "\\n" {end}',
         ]
         return "\n".join(lines + json_calls(tools, "arguments"))
 
     def rest(self, tools: Sequence[Tool]) -> str:
         return "\n".join(
-            [f"start: {either(tools)} {SPACE} {grammar.text(self.close)}", *json_calls(tools, "arguments")]
+            [f"start: {either(tools)} {SPACE} {grammar.mark(self.close, self.ids)}", *json_calls(tools, "arguments")]
         )
 
 
@@ -103,6 +109,7 @@ class Llama:
     special: tuple[str, ...] = (mark,)
     tokens = special
     many, between = False, ";"  # its template renders no more than one
+    ids: Mapping[str, int] = MappingProxyType({})  # no rule has its mark
 
     def begins(self, text: str, fresh: bool) -> tuple[int | None, int]:
         if fresh and text.lstrip().startswith("{"):
@@ -144,6 +151,10 @@ def json_calls(tools: Sequence[Tool], arguments: str) -> list[str]:
     return made
 
 
+def _ids(tokenizer: Tokenizer, marks: Sequence[str]) -> dict[str, int]:
+    return {text: id for id, text in tokenizer.ids_of(marks).items()}
+
+
 def format_of(tokenizer: Tokenizer) -> Format:
     """The format that a model's chat template asks for.
 
@@ -154,9 +165,9 @@ def format_of(tokenizer: Tokenizer) -> Format:
     if "tools" not in template:
         raise Refused("this model's chat template takes no tools; send none, or serve a model that was made for them")
     if Hermes.open in template and "<function=" in template:
-        return xml.Xml()
+        return xml.Xml(_ids(tokenizer, xml.Xml.tokens))
     if Hermes.open in template and re.search(r'"arguments\\?"', template):
-        return Hermes()
+        return Hermes(_ids(tokenizer, Hermes.tokens))
     if Llama.special[0] in template or ("<|start_header_id|>" in template and '"parameters":' in template):
         return Llama()
     raise Refused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from .. import grammar
@@ -23,6 +24,9 @@ class Xml:
     special: tuple[str, ...] = ()
     tokens: tuple[str, ...] = (OPEN, CLOSE)
     many, between, mark = True, "", OPEN
+
+    def __init__(self, ids: Mapping[str, int] = MappingProxyType({})):
+        self.ids = ids
 
     def begins(self, text: str, fresh: bool) -> tuple[int | None, int]:
         found = [at for mark in (OPEN, HEAD) if (at := text.find(mark)) >= 0]
@@ -52,14 +56,14 @@ class Xml:
     def rules(self, tools: Sequence[Tool], many: bool) -> str:
         lines = [
             'calls: call ("\\n" call)*' if many else "calls: call",
-            f"call: {grammar.text(OPEN + chr(10))} ({' | '.join(f'call_{i}' for i in range(len(tools)))}) "
-            f"{grammar.text(chr(10) + CLOSE)}",
+            f'call: {grammar.mark(OPEN, self.ids)} "\\n" ({" | ".join(f"call_{i}" for i in range(len(tools)))}) "\\n" '
+            f"{grammar.mark(CLOSE, self.ids)}",
         ]
         return "\n".join(lines + self._calls(tools))
 
     def rest(self, tools: Sequence[Tool]) -> str:
         either = " | ".join(f"call_{i}" for i in range(len(tools)))
-        return "\n".join([f'start: "\\n" ({either}) "\\n" {grammar.text(CLOSE)}', *self._calls(tools)])
+        return "\n".join([f'start: "\\n" ({either}) "\\n" {grammar.mark(CLOSE, self.ids)}', *self._calls(tools)])
 
     def _calls(self, tools: Sequence[Tool]) -> list[str]:
         """A rule call_i for each tool."""
