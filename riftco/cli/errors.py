@@ -11,6 +11,7 @@ import errno
 import functools
 import os
 import select
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,8 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        from torch import distributed
+
         from ..train.failures import StepAbandoned, TrainerPoisoned
         from ..train.watch import PeerLost
 
@@ -52,6 +55,8 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
             raise why
         if not getattr(why, "of_another", False):  # of several processes the one whose error it is says it
             typer.echo(f"riftco: {_process()}{_line(why)}", err=True)
+        if distributed.is_available() and distributed.is_initialized():
+            _leave(code)
         raise typer.Exit(code)
 
     return wrapped
@@ -73,6 +78,14 @@ def _nobody_reads() -> bool:
         return False
     os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
     return True
+
+
+def _leave(code: int) -> None:
+    """End one of several processes at once: at the end of the interpreter the backend's threads, which may still wait
+    for a process that has gone, can abort this one with a status of their own."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 def _process() -> str:
