@@ -55,7 +55,7 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
             raise why
         if not getattr(why, "of_another", False):  # of several processes the one whose error it is says it
             typer.echo(f"riftco: {_process()}{_line(why)}", err=True)
-        if distributed.is_available() and distributed.is_initialized():
+        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
             _leave(code)
         raise typer.Exit(code)
 
