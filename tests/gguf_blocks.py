@@ -1,6 +1,8 @@
 """GGUF files with one tensor in another form."""
 
-import gguf
+import pytest
+
+gguf = pytest.importorskip("gguf")
 
 
 def copied_with(path, new, name: str, raw, kind: str) -> None:

@@ -128,7 +128,7 @@ def checked(made: Trainer) -> tuple[list[float], float]:
 
 def launches(made: Trainer) -> int:
     """How often a step's host asks the GPU for something: a kernel, a copy, a whole graph."""
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
         made.run(1)
         torch.cuda.synchronize()
     return count_launches(event.name() for event in profiled.profiler.kineto_results.events())

@@ -92,7 +92,7 @@ def test_rms_norm_backward(device, name):
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "swiglu"])
 def test_the_second_operand_lies_as_it_likes(device, name, op, monkeypatch):
     """A sum's residual, a product's other factor and the upstream, transposed too: read by their strides, with no copy
-    beforehand, and the bits of contiguous ones."""
+    beforehand, and the bits of contiguous ones (on a GPU those of another order of a row's sums)."""
     on = device.torch_device
     other, d = views(on)[name], views(on)[name]
     x, w = torch.randn(other.shape, device=on), torch.randn(other.shape[-1], device=on)
@@ -119,7 +119,8 @@ def test_the_second_operand_lies_as_it_likes(device, name, op, monkeypatch):
             results.append((out, *torch.autograd.grad(out, leaves, upstream, allow_unused=op == "swiglu")))
     assert not copied
     for a, b in zip(*results):
-        assert (a is None and b is None) or torch.equal(a, b)
+        if a is not None or b is not None:
+            support.assert_same_sums(a, b)
 
 
 def test_one_predicate_says_what_has_a_gradient():

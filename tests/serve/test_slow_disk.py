@@ -8,8 +8,10 @@ from objective import SPEC, decoder, tokens
 from test_store import assert_same, held
 
 from riftco.serve import Engine, Refused, Request, Scheduler, Store, Teach
-from riftco.serve.http.service import Service
 from riftco.train import checkpoint
+
+pytest.importorskip("fastapi", reason="riftco[serve] is not installed")
+from riftco.serve.http.service import Service
 
 PROMPT, REPLY, OTHER = tokens(8, 1).tolist(), [5, 6, 7], tokens(6, 2).tolist()
 
