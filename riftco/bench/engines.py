@@ -17,6 +17,7 @@ from ..functional import attention_with_cache
 from ..models import Decoder, DecoderConfig, KVCache
 from ..nn import NF4Linear
 from ..serve import Batch, Engine
+from ..train.chunked import adjoint_bytes
 from .e2e import SIZES, _block_linears, _random_model, _replace
 
 SHAPES: dict[str, dict[str, Any]] = SIZES | {
@@ -91,6 +92,11 @@ def read(engine: Engine, slot: int, prompt: list[int]) -> None:
     engine.cut(slot, 0)
     for start in range(0, len(prompt), engine.chunk):
         engine.decode(Batch.of(slot, start, prompt[start : start + engine.chunk], output="none"))
+
+
+def held_bytes(engine: Engine, reply: int) -> int:
+    """What a learn of so many tokens keeps from chunk to chunk."""
+    return adjoint_bytes(engine.model, reply) if reply > engine.learner.chunk else 0
 
 
 class Whole:

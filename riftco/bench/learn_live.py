@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from ..serve import Request, Scheduler, Teach
-from ..train.chunked import adjoint_bytes
 from .engines import (
     ADAPTER,
     LR,
     SEED,
     device_of,
+    held_bytes,
     learning_engine,
     milliseconds,
     parser,
@@ -157,7 +157,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     common: dict[str, Any] = {
         "size": args.size, "layers": engine.model.config.num_layers, "method": args.method, "cache": args.cache,
         "device": device, "slots": args.slots, "prompt": args.prompt, "reply": args.reply,
-        "adjoint_mib": adjoint_bytes(engine.model, args.reply) / 2**20, "plain_ms": plain_ms(live),
+        "adjoint_mib": held_bytes(engine, args.reply) / 2**20, "plain_ms": plain_ms(live),
         "learn_peak_mib": "", "reserved_gib": "", **machine_columns(device),
     }  # fmt: skip
     if device == "cuda":

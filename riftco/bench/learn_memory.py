@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from ..serve import Engine
-from ..train.chunked import adjoint_bytes
 from . import timing
 from .engines import (
     ADAPTER,
     LR,
     Wrong,
     device_of,
+    held_bytes,
     learning_engine,
     milliseconds,
     parser,
@@ -129,7 +129,7 @@ def measure(engine: Engine, reply: int, repeats: int) -> dict[str, Any]:
         raise Wrong(f"the loss does not fall over learns of one reply: {losses}")
     return {
         "status": "ok", "prefix": lesson.prefix, "reserved_gib": reserved / GIB, "learner_mib": learner / MIB,
-        "adjoint_mib": adjoint_bytes(engine.model, reply) / MIB, "learn_peak_mib": peak / MIB,
+        "adjoint_mib": held_bytes(engine, reply) / MIB, "learn_peak_mib": peak / MIB,
         "plain_peak_mib": plain_peak / MIB, "ratio": times["learn_ms"] / times["plain_ms"],
         "first_loss": first, "last_loss": losses[-1], **times, **right,
     }  # fmt: skip

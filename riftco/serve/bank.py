@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import hashlib
+import itertools
 import math
 import numbers
 import re
@@ -29,6 +30,7 @@ from ..models import Decoder
 from ..nn import GGUFLinear, LoRALinear, NF4Linear
 from ..train.state import on_host
 from .batch import Refused
+from .side_by_side import SideBySide
 from .versions import State, Versions
 
 ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")  # also the name of a folder
@@ -50,12 +52,14 @@ AdapterSet = tuple[Use, ...]  # in order of ids; () is the base
 
 @dataclass
 class Adapter:
-    """One adapter: `versions[n - 1]` is version n; `shadow` holds the parameters that learn, if it may learn."""
+    """One adapter: `versions[n - 1]` is version n; `shadow` holds the parameters that learn, if it may learn, which lie
+    in `weights`."""
 
     spec: LoraSpec
     versions: Versions = field(default_factory=Versions)
     digests: list[str] = field(default_factory=list)
     shadow: dict[str, nn.Parameter] | None = None
+    weights: SideBySide | None = None
 
     @property
     def version(self) -> int:
@@ -97,6 +101,8 @@ class AdapterBank:
         self.adapters: dict[str, Adapter] = {}
         self.active: AdapterSet = ()
         self._prepared: OrderedDict[AdapterSet, dict[str, nn.Module]] = OrderedDict()
+        self._learning: OrderedDict[tuple[AdapterSet, str], tuple[dict[str, nn.Parameter], dict[str, nn.Module]]]
+        self._learning = OrderedDict()
         self._preparing = threading.Lock()  # requests are checked while others are served
 
     def create(self, id: str, spec: LoraSpec, *, seed: int = 0, state: State | None = None) -> Adapter:
@@ -142,8 +148,17 @@ class AdapterBank:
         adapter = self.of(id)
         if adapter.shadow is None:
             newest = adapter.versions[-1]
-            adapter.shadow = {name: nn.Parameter(t.to(torch.float32, copy=True)) for name, t in newest.items()}
+            adapter.weights = SideBySide({name: t.shape for name, t in newest.items()}, self.model.device)
+            adapter.weights.copy_(newest)
+            adapter.shadow = {name: nn.Parameter(t) for name, t in adapter.weights.views.items()}
         return adapter.shadow
+
+    def weights(self, id: str) -> SideBySide:
+        """What the shadow lies in."""
+        self.shadow(id)
+        weights = self.of(id).weights
+        assert weights is not None
+        return weights
 
     def promotable(self, id: str) -> bool:
         """Whether the shadow differs from what serves."""
@@ -170,12 +185,24 @@ class AdapterBank:
     @contextlib.contextmanager
     def learning(self, key: AdapterSet, id: str) -> Iterator[None]:
         """Within the block the set has the shadow of adapter `id`, at scale 1, in place of its version."""
+        yield from self._with(key, self.learning_layers(key, id))
+
+    def learning_layers(self, key: AdapterSet, id: str) -> Mapping[str, nn.Module]:
+        """The model's layers with that shadow; the same object for as long as they are the same."""
         adapter, shadow = self.of(id), self.shadow(id)
-        others = [self._parts(use) for use in key if use.id != id]
+        others = tuple(use for use in key if use.id != id)
         if others and adapter.spec.dropout:
             raise Refused(f"adapter {id!r} has dropout; such a one learns only where it serves alone")
-        parts = [*others, _layers_of(self.model, adapter.spec, shadow, 1.0, adapter.spec.dropout)]
-        yield from self._with(key, _join(parts))
+        with self._preparing:
+            found = self._learning.get((others, id))
+            if found is None or found[0] is not shadow:
+                own = _layers_of(self.model, adapter.spec, shadow, 1.0, adapter.spec.dropout)
+                found = shadow, _join([*(self._parts(use) for use in others), own])
+                self._learning[others, id] = found
+                while len(self._learning) > PREPARED:
+                    self._learning.popitem(last=False)
+            self._learning.move_to_end((others, id))
+            return found[1]
 
     def _with(self, key: AdapterSet, layers: Mapping[str, nn.Module]) -> Iterator[None]:
         before, was = {}, self.active
@@ -230,6 +257,9 @@ class AdapterBank:
         with self._preparing:
             for key in [k for k in self._prepared if any((u.id, u.version) == (gone.id, gone.version) for u in k)]:
                 del self._prepared[key]
+            for others, id in list(self._learning):
+                if id == gone.id or any((u.id, u.version) == (gone.id, gone.version) for u in others):
+                    del self._learning[others, id]
 
     def of(self, id: str) -> Adapter:
         """The adapter of this id; Refused where there is none."""
@@ -243,8 +273,11 @@ def digest(state: State) -> str:
     """SHA-256 over names, shapes, dtypes and each tensor's SHA-256, which threads compute side by side."""
     tensors = on_host({name: t for name, t in state.items() if t.is_cuda})
     flat = {name: tensors.get(name, t).detach().cpu().contiguous().flatten() for name, t in state.items()}
+    names = sorted(flat, key=lambda name: flat[name].numel(), reverse=True)
+    shares = [names[i::HASHERS] for i in range(HASHERS)]  # of about as many bytes
     with concurrent.futures.ThreadPoolExecutor(HASHERS) as pool:
-        hashes = dict(zip(flat, pool.map(_sha256, flat.values())))
+        made = pool.map(lambda share: [_sha256(flat[name]) for name in share], shares)
+        hashes = dict(zip(itertools.chain(*shares), itertools.chain(*made)))
     seen = hashlib.sha256()
     for name in sorted(state):
         seen.update(f"{name} {tuple(state[name].shape)} {state[name].dtype} {hashes[name]}\n".encode())

@@ -24,7 +24,7 @@ from .writing import Writing
 
 NO_SLOT = -1
 LEARN_CHUNK = 2048  # rows; on a GPU
-LOGGED = ("loss_before", "loss_after", "gradient_norm", "clip_scale", "n_labelled", "ms", "step")
+LOGGED = ("loss_before", "loss_after", "gradient_norm", "clip_scale", "n_labelled", "ms", "step", "digest")
 
 
 class Decoded(NamedTuple):

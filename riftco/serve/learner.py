@@ -12,19 +12,21 @@ import numbers
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..models import KVCache
 from ..optim import Adam
 from ..train.chunked import Rows, adjoint_bytes, rows_of, runs_of, stateful, walk
 from ..train.failures import diagnostic, out_of_memory
-from ..train.state import flatten_optimizer, on_host, random_state, set_random_state, unflatten_optimizer
-from .bank import AdapterBank, AdapterSet, State, digest
+from ..train.state import random_state, set_random_state
+from .bank import AdapterBank, AdapterSet, digest
 from .batch import UNLABELLED, Refused, check_weights, whole
+from .pupil import Moment, Pupil
+from .versions import State
 
 log = logging.getLogger(__name__)
 
@@ -68,38 +70,6 @@ class LearnOutcome:
     version: int | None = None
     step: int | None = None
     digest: str | None = None
-
-
-@dataclass(frozen=True)
-class Moment:
-    """A shadow and its optimizer as they were after `step` steps."""
-
-    step: int
-    shadow: State
-    optimizer: dict
-    tensors: dict[str, Tensor]
-
-
-@dataclass
-class Pupil:
-    """An adapter that learns: its trainable parameters, its one optimizer, and the way back."""
-
-    shadow: dict[str, nn.Parameter]
-    optimizer: Adam
-    step: int = 0
-    journal: deque[Moment] = field(default_factory=deque)
-
-    def moment(self) -> Moment:
-        """A copy on the host, which many of do not take the GPU's memory."""
-        return Moment(self.step, on_host(self.shadow), *flatten_optimizer(self.optimizer.state_dict()))
-
-    def go_back(self, to: Moment) -> None:
-        with torch.no_grad():
-            for name, p in self.shadow.items():
-                p.copy_(to.shadow[name])
-                p.grad = None
-        self.optimizer.load_state_dict(unflatten_optimizer(to.optimizer, to.tensors))
-        self.step = to.step
 
 
 class Learner:
@@ -166,6 +136,7 @@ class Learner:
         began = time.perf_counter()
         self.check(lessons, adapter, lr)
         pupil = self.pupil(adapter, lr)
+        pupil.reserve(self.depth + 2)  # besides the journal's the newest one, and the next
         before, states, journal = pupil.moment(), random_state(self.bank.model.device), list(pupil.journal)
         labelled = sum(int((lesson.label >= 0).sum()) for lesson in lessons)
         done = False
@@ -189,7 +160,7 @@ class Learner:
                 outcome = replace(outcome, gradient_norm=norm, clip_scale=scale)
             if measure_after:
                 outcome = replace(outcome, loss_after=self._loss(lessons, adapter, labelled))
-            outcome = replace(outcome, digest=digest(pupil.shadow), step=pupil.step)
+            outcome = replace(outcome, digest=digest(pupil.moment().shadow), step=pupil.step)
             if not dry_run:
                 self._guard(adapter)
                 self._remember(pupil, before)
@@ -258,7 +229,8 @@ class Learner:
         shadow = self.bank.shadow(adapter)
         if adapter not in self.pupils or self.pupils[adapter].shadow is not shadow:  # of one that was removed
             options = {"gradient_clip": self.gradient_clip, "weight_decay": self.weight_decay}
-            self.pupils[adapter] = Pupil(shadow, Adam(list(shadow.values()), lr=lr, **options))  # type: ignore
+            optimizer = Adam(list(shadow.values()), lr=lr, **options)  # type: ignore[arg-type]
+            self.pupils[adapter] = Pupil(shadow, self.bank.weights(adapter), optimizer)
         return self.pupils[adapter]
 
     def check(self, lessons: Sequence[Lesson], adapter: str, lr: float) -> None:

@@ -50,7 +50,8 @@ from ..train.checkpoint import (
 )
 from .bank import Adapter, AdapterBank, digest
 from .batch import Refused
-from .learner import Learner, Moment
+from .learner import Learner
+from .pupil import Moment
 
 SHADOW = "shadow.safetensors"
 PERSONAL = ("text", "tokens_sha256")  # what `Audit.forget` takes away
@@ -62,7 +63,7 @@ class Event:
     """What is written of an adapter: copies, so that it may change meanwhile.
 
     Attributes:
-        line: of the log, all but the digest.
+        line: of the log; all but the digest, where nobody has computed it.
         state: of the checkpoint, all but that line.
     """
 
@@ -204,7 +205,7 @@ class Store:
         id, where, moment = event.id, self._of(event.id), event.moment
         for version in range(self.versions.get(id, 0) + 1, event.version + 1):
             self._save_version(where / "versions" / str(version), bank.of(id), version)
-        record = {**event.line, "digest": digest(moment.shadow)}
+        record = event.line if "digest" in event.line else {**event.line, "digest": digest(moment.shadow)}
         logged = {k: v for k, v in record.items() if k not in PERSONAL}  # these are in one place alone
 
         def write(folder: pathlib.Path) -> None:

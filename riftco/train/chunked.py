@@ -32,7 +32,7 @@ class WalkResult:
     Attributes:
         loss: the sum of the labelled rows' losses over the denominator, at the parameters before any step.
         labelled, chunks: how many.
-        adjoint_bytes: what the run's keys, values and adjoints took.
+        adjoint_bytes: what the run's keys, values and adjoints took; 0 where it was one chunk.
     """
 
     loss: Tensor
@@ -76,7 +76,7 @@ class _Run:
 
     The cached prefix is a constant, and so are the rows `before` the run that no cache holds. While `filling` a chunk's
     rows are stored; else they are recorded, and the rows before the chunk become leaves that receive what it puts on
-    them.
+    them. `stored` rows have room, 0 where the run is one chunk; those that are only read need no adjoints.
     """
 
     def __init__(
@@ -88,17 +88,21 @@ class _Run:
         prefix: int,
         reach: int,
         before: Rows | None = None,
+        *,
+        stored: int | None = None,
+        adjoints: bool = True,
     ):
         config, device = model.config, model.device
-        shape = (run, config.num_kv_heads, config.head_dim)
-        n = config.num_layers
+        self.stored = run if stored is None else stored
+        shape = (self.stored, config.num_kv_heads, config.head_dim)
+        n = config.num_layers if self.stored else 0
 
         def rows(dtype: torch.dtype) -> list[Tensor]:
             return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(n)]
 
         accumulator = torch.promote_types(model.dtype, torch.float32)
         self.keys, self.values = rows(model.dtype), rows(model.dtype)
-        self.d_keys, self.d_values = rows(accumulator), rows(accumulator)
+        self.d_keys, self.d_values = (rows(accumulator) if adjoints else [] for _ in range(2))
         # without a prefix one layer of a cache that nobody reads stands for all
         self.cache = cache or Cache.allocate(1, 1, 1, *shape[1:], dtype="float32", device=device)
         self.shared, self.before = cache is None, before
@@ -127,6 +131,8 @@ class _Run:
             self.keys[layer][self.start : self.end] = k[0]
             self.values[layer][self.start : self.end] = v[0]
             k_new, v_new = self.keys[layer][: self.end], self.values[layer][: self.end]
+        elif not self.stored:
+            k_new, v_new = k[0], v[0]
         else:
             # set once: a block that is run again in the backward finds the leaves and rows of its first run
             self.own.setdefault(layer, (k, v))
@@ -227,7 +233,13 @@ def walk(
             f"the {budget_bytes} allowed; they grow with the reply alone: train a shorter one, or allow more"
         )
     chunks = chunks_of(length, chunk)
-    run = _Run(model, length, cache, slot, prefix, len(input_ids) if cache is None else cache.window, before)
+    reach = len(input_ids) if cache is None else cache.window
+    if len(chunks) == 1:
+        run = _Run(model, length, cache, slot, prefix, reach, before, stored=0)
+        by = denominator or len(labelled)
+        total = _backward(model, input_ids, target, row_weight, by, chunks[0], first, run, recompute)
+        return WalkResult(total, len(labelled), 1, run.bytes)
+    run = _Run(model, length, cache, slot, prefix, reach, before)
     states = _fill(model, input_ids, run, chunks[:-1], first)  # nobody reads the last chunk's rows
     states.append(random_state(model.device))
     run.filling = False
@@ -266,7 +278,8 @@ def rows_of(
 ) -> Rows:
     """The keys and values that tokens [T] have behind `prefix` cached rows, without writing them into the cache."""
     _check(model, input_ids, None, None, chunk, cache, prefix, prefix)
-    run = _Run(model, len(input_ids), cache, slot, prefix, len(input_ids) if cache is None else cache.window)
+    reach = len(input_ids) if cache is None else cache.window
+    run = _Run(model, len(input_ids), cache, slot, prefix, reach, adjoints=False)
     _fill(model, input_ids, run, chunks_of(len(input_ids), chunk), prefix)
     return Rows(run.keys, run.values)
 
