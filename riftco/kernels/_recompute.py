@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+
+class _Runs(threading.local):
+    """What a thread runs: the backwards of a GPU's graphs have threads of their own."""
+
+    replay = False  # a block, again, for what its layers save: nobody reads what it returns
+    unread = False  # a layer whose result nobody reads
+
+
+_runs = _Runs()
 
 
 class _Place(NamedTuple):
@@ -83,3 +94,44 @@ def recomputed(h: Tensor) -> Iterator[None]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
+
+
+@contextlib.contextmanager
+def replay() -> Iterator[None]:
+    """Within the with-block a checkpointed block runs again for its backward."""
+    before, _runs.replay = _runs.replay, True
+    try:
+        yield
+    finally:
+        _runs.replay = before
+
+
+def last_product(layer: nn.Module, x: Tensor) -> Tensor:
+    """layer(x), which a checkpointed block returns, or adds to something and returns.
+
+    Checkpointing ends a replay once everything is there that was saved, and a layer saves after it has computed. So in
+    a replay a layer that says so (`saves_without_result`) saves what it ever does and leaves its product out: the
+    result is memory that was not written, and nothing reads it.
+    """
+    may = getattr(layer, "saves_without_result", None)
+    if not _runs.replay or torch.compiler.is_compiling() or may is None or not may():
+        return layer(x)
+    _runs.unread = True
+    try:
+        return layer(x)
+    finally:
+        _runs.unread = False
+
+
+def unwatched(layer: nn.Module) -> bool:
+    """Whether no hook and no other forward than its class's sees what the layer, or one inside it, is given."""
+    return "forward" not in layer.__dict__ and not any(
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+        for m in (layer, *layer._modules.values())  # without the cost of their names
+        if m is not None
+    )
+
+
+def unread() -> bool:
+    """Whether nobody reads the result of the layer that runs."""
+    return _runs.unread

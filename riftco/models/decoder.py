@@ -7,6 +7,7 @@ D head size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from .. import tpu
 from ..functional import attention, describe_head, geglu, recomputed, rope, sliced_head_loss, swiglu
+from ..kernels._recompute import last_product, replay
 from ..nn import Embedding, RMSNorm, linear_group
 from .config import DecoderConfig
 from .errors import ModelError
@@ -103,6 +105,7 @@ class MLP(nn.Module):
         super().__init__()
         C, inner = config.hidden_size, config.intermediate_size
         self.fused, self.activation = config.fused_projections, config.activation
+        self.ends_block = not config.post_norms  # else a norm reads, and saves, what comes out
         if self.fused:
             self.gate_up_proj = nn.Linear(C, 2 * inner, bias=config.mlp_bias)
         else:
@@ -114,7 +117,7 @@ class MLP(nn.Module):
         gated = self._gated(x)
         h = swiglu(*gated) if self.activation == "silu" else geglu(*gated, approximate="tanh")
         with recomputed(h):  # gate and up are kept, and give h again
-            return self.down_proj(h)
+            return last_product(self.down_proj, h) if self.ends_block else self.down_proj(h)
 
     def _gated(self, x: Tensor) -> tuple[Tensor, ...]:
         with recomputed(x):  # what the norm has read is kept anyway
@@ -182,8 +185,8 @@ class Decoder(nn.Module):
     Args:
         config: shape and options.
         activation_checkpointing: "disabled"; "block": keep only each block's input and run the block again in the
-            backward; or "selective": keep what attention returned too (out and lse), which is then not run again.
-            Results are equal. May be set on the model later.
+            backward, but for the last, with which the backward begins; or "selective": keep what attention returned
+            too (out and lse), which is then not run again. Results are equal. May be set on the model later.
         attention: "flash", linear in memory, or "materialized", which keeps the probabilities [B, H, T, T] of every
             layer for the backward. Results are equal up to rounding. May be set on the model later.
 
@@ -340,19 +343,23 @@ class Decoder(nn.Module):
         mode = checkpointing or (self.activation_checkpointing if cache is None else "disabled")
         mode = mode if torch.is_grad_enabled() else "disabled"
         more: dict[str, Any] = {"context_fn": _keep_attention} if mode == "selective" else {}
+        if mode == "block" and not torch.compiler.is_compiling():  # its partitioner leaves out what nobody reads
+            more = {"context_fn": _keep_nothing}
         replayed: Callable = checkpoint
         if mode != "disabled" and x.device.type == tpu.DEVICE_TYPE:
             if mode == "selective":
                 raise ModelError("activation_checkpointing='selective' is not made for tpu; use 'block' or 'disabled'")
             replayed, more = tpu.checkpoint, {}
             x = x if x.requires_grad else x.detach().requires_grad_()
-        open_ended = cache is not None and not torch.is_grad_enabled() and not any(map(_watched, self.model.layers))
+        open_ended = mode == "disabled" and not any(map(_watched, self.model.layers))
+        # the backward begins with the last block: it would be run again at once
+        kept = len(self.model.layers) - 1 if replayed is checkpoint and cache is None else None
         branch = None
         for i, layer in enumerate(self.model.layers):
             turn = local if i in self.config.sliding_layers else rotation
             if open_ended:
                 x, branch = cast(Block, layer).branches(x, branch, turn, packing, cache)
-            elif mode == "disabled":
+            elif mode == "disabled" or i == kept:
                 x = layer(x, turn, packing, cache)
             else:
                 x = replayed(layer, x, turn, packing, cache, use_reentrant=False, **more)
@@ -448,7 +455,12 @@ def _watched(layer: nn.Module) -> bool:
 
 
 def _keep_attention():
+    """What checkpointing runs a block under, the first time and again. A replay must make the same calls here."""
     return create_selective_checkpoint_contexts([torch.ops.riftco.attention_fwd.default])
+
+
+def _keep_nothing():
+    return nullcontext(), replay()
 
 
 def _initialise(module: nn.Module) -> None:

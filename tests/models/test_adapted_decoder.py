@@ -4,14 +4,18 @@ import collections
 
 import pytest
 import torch
+from support import poisoned
 from tiny_models import hf_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import riftco.models.decoder as decoder_file
 from riftco.adapters import LoraSpec, apply_lora
+from riftco.functional import GGUFWeight
+from riftco.kernels._frozen_weight import Base
+from riftco.kernels.gguf_linear.cases import random_blocks
 from riftco.models.config import DecoderConfig
 from riftco.models.decoder import Decoder
-from riftco.nn import NF4Linear
+from riftco.nn import GGUFLinear, NF4Linear
 
 IDS = torch.arange(3, 43).view(2, 20)
 NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -112,3 +116,73 @@ def test_block_checkpointing_repeats_the_mask():
         torch.testing.assert_close(grad, grads_1[name])
     model.eval()
     assert not torch.equal(step(model)[0], loss)
+
+
+def products_of_down_proj(monkeypatch, model):
+    """The (rows, outputs) of each product of a down_proj's base, as they are made."""
+    made, real = [], Base.forward
+    C, inner = model.config.hidden_size, model.config.intermediate_size
+    assert inner not in (C, model.config.num_heads * model.config.head_dim)
+
+    def product(base, x, bias, find):
+        y = real(base, x, bias, find)
+        if x.shape[-1] == inner and y.numel():
+            made.append(tuple(y.shape))
+        return y
+
+    monkeypatch.setattr(Base, "forward", product)
+    return made
+
+
+@pytest.mark.parametrize("nf4", [False, True])
+@pytest.mark.parametrize(
+    ("options", "again"),
+    [({}, 0), ({"dropout": 0.3}, 0), ({"use_dora": True}, 1), ({"family": "gemma2"}, 1)],
+    ids=str,
+)
+def test_a_replayed_block_leaves_out_the_product_that_nobody_reads(nf4, options, again, monkeypatch):
+    """The last product of a block, which stays poisoned; with DoRA, or a norm behind it, somebody reads it."""
+    model = adapted_decoder(nf4, **options).train()
+    layers = model.config.num_layers
+    made = products_of_down_proj(monkeypatch, model)
+    torch.manual_seed(5)
+    loss, grads, _, _ = step(model)
+    assert len(made) == layers
+    model.activation_checkpointing = "block"
+    made.clear()
+    torch.manual_seed(5)
+    with poisoned():
+        loss_1, grads_1, _, _ = step(model)
+    assert len(made) == layers + again * (layers - 1)  # the last block is not run again
+    assert torch.equal(loss, loss_1) and grads.keys() == grads_1.keys()
+    for name, grad in grads.items():
+        assert torch.equal(grad, grads_1[name]), name
+
+
+@pytest.mark.parametrize("where", ["", "base_layer"])
+def test_a_last_product_that_a_hook_sees_is_made_in_a_replay(where, monkeypatch):
+    model = adapted_decoder()
+    model.activation_checkpointing = "block"
+    model.model.layers[0].mlp.down_proj.get_submodule(where).register_forward_pre_hook(lambda m, args: None)
+    made = products_of_down_proj(monkeypatch, model)
+    step(model)
+    assert len(made) == model.config.num_layers + 1
+
+
+@pytest.mark.parametrize("kind", ["nf4", "gguf"])
+def test_a_frozen_last_product_without_an_adapter_is_left_out_too(kind):
+    model = adapted_decoder(nf4=True, target_modules=("q_proj",))
+    if kind == "gguf":
+        for block in model.model.layers:
+            N, blocks = block.mlp.down_proj.out_features, random_blocks("Q8_0", 64 * 96 // 32, torch.Generator())
+            block.mlp.down_proj = GGUFLinear.from_weight(GGUFWeight(blocks.view(N, -1), "Q8_0", (N, 96)))
+    loss, grads, _, ops = step(model)
+    model.activation_checkpointing = "block"
+    with poisoned():
+        loss_1, grads_1, _, ops_1 = step(model)
+    layers, name = model.config.num_layers, f"{kind}_linear_fwd"
+    alone = {"nf4": 6, "gguf": 1}[kind]  # layers without an adapter
+    assert ops[name] == layers * alone and ops_1[name] == ops[name] + (layers - 1) * (alone - 1)
+    assert torch.equal(loss, loss_1)
+    for name, grad in grads.items():
+        assert torch.equal(grad, grads_1[name]), name

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._recompute import unwatched
 from .formats import FORMATS, format_of
 from .op import dequantize_gguf, gguf_linear
 from .weight import GGUFWeight
@@ -61,6 +62,10 @@ class GGUFLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return gguf_linear(x, self.weight, self.bias)
+
+    def saves_without_result(self) -> bool:
+        """As `_recompute.last_product` asks."""
+        return type(self) is GGUFLinear and unwatched(self)
 
     def extra_repr(self) -> str:
         return (

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from .._recompute import unwatched
 from ..embedding.module import LoRAEmbedding, LoRAOptions, SharedHead
 from ..gguf_linear.module import GGUFLinear
 from ..nf4.module import NF4Linear
@@ -87,6 +88,10 @@ class LoRALinear(LoRAOptions, nn.Module):
         """DoRA's y of z = x W^T + scale * dropout(x) A^T B^T."""
         assert self.lora_magnitude_vector is not None
         return rescale(z, self.lora_magnitude_vector / self.weight_norm(), self.base_layer.bias)
+
+    def saves_without_result(self) -> bool:
+        """As `_recompute.last_product` asks: DoRA reads the result, and so may a hook."""
+        return not self.use_dora and _joins(self)
 
     def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         """x [..., C]; `rows` (int64, distinct, into the flattened rows) limits the adapter to those rows."""
@@ -181,13 +186,7 @@ def _alone(x: Tensor, layer: nn.Module, rows: Tensor | None) -> Tensor:
 
 def _joins(layer: LoRALinear) -> bool:
     """A LoRALinear whose call nobody watches: a hook, or a changed forward, must see its own layer."""
-    if type(layer) is not LoRALinear or "forward" in layer.__dict__:
-        return False
-    return not any(
-        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
-        for m in (layer, *layer._modules.values())  # base_layer, lora_A, lora_B: without the cost of their names
-        if m is not None
-    )
+    return type(layer) is LoRALinear and unwatched(layer)
 
 
 def _options(layer: LoRALinear) -> tuple:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .._recompute import unwatched
 from .op import nf4_linear
 from .quantize import NESTED_BLOCK, dynamic_map, quantize_nf4
 from .weight import STATE_KEYS, NestedAbsmax, NF4Weight
@@ -91,6 +92,10 @@ class NF4Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return nf4_linear(x, self.weight, self.bias)
+
+    def saves_without_result(self) -> bool:
+        """As `_recompute.last_product` asks."""
+        return type(self) is NF4Linear and unwatched(self)
 
     def extra_repr(self) -> str:
         w = self.weight
