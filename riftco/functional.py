@@ -1,6 +1,6 @@
 """Every op's public function."""
 
-from .kernels._recompute import recomputed
+from .kernels._recompute import last_product, recomputed, replay
 from .kernels.adam.op import adam_step
 from .kernels.attention import (
     AuxRequest,
@@ -75,6 +75,7 @@ __all__ = [
     "gguf_linear",
     "layer_norm",
     "liger_fused_linear_cross_entropy",
+    "last_product",
     "linear_cross_entropy",
     "lora_linear",
     "lora_linear_group",
@@ -82,6 +83,7 @@ __all__ = [
     "per_token_logprobs",
     "quantize_nf4",
     "recomputed",
+    "replay",
     "rms_norm",
     "rope",
     "rope_frequencies",

@@ -51,7 +51,8 @@ FUNCTIONS = {
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache", "gather_rows", "geglu", "gguf_linear", "layer_norm",
     "liger_fused_linear_cross_entropy", "linear_cross_entropy", "lora_linear", "lora_linear_group", "nf4_linear",
-    "per_token_logprobs", "quantize_nf4", "recomputed", "rms_norm", "rope", "rope_frequencies", "rope_tables",
+    "last_product", "per_token_logprobs", "quantize_nf4", "recomputed", "replay",
+    "rms_norm", "rope", "rope_frequencies", "rope_tables",
     "scaled_dot_product_attention", "scatter_rows", "sliced_head_loss", "swiglu", "topk_cross_entropy",
     "torch_cross_entropy", "torch_linear_cross_entropy", "varlen_attn",
 }  # fmt: skip

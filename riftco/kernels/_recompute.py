@@ -15,7 +15,10 @@ class _Runs(threading.local):
     """What a thread runs: the backwards of a GPU's graphs have threads of their own."""
 
     replay = False  # a block, again, for what its layers save: nobody reads what it returns
-    unread = False  # a layer whose result nobody reads
+    last = False  # a block's last product
+    unread = False  # that product in a replay
+    wanted = False  # what a last product has read is unpacked, and a replay may make it on the way
+    read: Tensor | None = None  # what it has made
 
 
 _runs = _Runs()
@@ -27,6 +30,7 @@ class _Place(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
+    last: bool  # a block's last product read it
 
 
 class _Packed(NamedTuple):
@@ -78,7 +82,7 @@ def recomputed(h: Tensor) -> Iterator[None]:
 
     def pack(t: Tensor) -> Any:
         if t.dtype == dtype and t.device == device and t.untyped_storage()._cdata == at:
-            return _Place(t.shape, t.stride(), int(t.storage_offset()))
+            return _Place(t.shape, t.stride(), int(t.storage_offset()), _runs.last)
         # detached: a layer that saves what it returns would hold itself through it, for ever where no backward comes
         if outer is None:
             return t if t.grad_fn is None else t.detach()
@@ -86,19 +90,36 @@ def recomputed(h: Tensor) -> Iterator[None]:
 
     def unpack(saved: Any) -> Tensor:
         if isinstance(saved, _Place):
-            tensors = node.unpacked or node.saved_tensors
+            tensors, read = (node.unpacked, None) if node.unpacked else _unpacked(node, saved.last)
             node.unpacked = None if outer is None else tensors
             with torch.no_grad():
-                return again(node, *tensors).as_strided(saved.shape, saved.stride, saved.offset)
+                h = again(node, *tensors) if read is None else read
+                return h.as_strided(saved.shape, saved.stride, saved.offset)
         return outer[1](saved.value) if isinstance(saved, _Packed) else saved
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
 
 
+def _unpacked(node: Any, last: bool) -> tuple[tuple[Tensor | None, ...], Tensor | None]:
+    """What an activation's maker saved. A checkpointed block is run again for that, and its backward begins with its
+    last product: what that reads then need not be made a third time."""
+    _runs.wanted = last
+    try:
+        return node.saved_tensors, _runs.read
+    finally:
+        _runs.wanted, _runs.read = False, None
+
+
 @contextlib.contextmanager
 def replay() -> Iterator[None]:
-    """Within the with-block a checkpointed block runs again for its backward."""
+    """Within the with-block a checkpointed block runs again for its backward: the second context that checkpointing's
+    `context_fn` gives.
+
+        checkpoint(block, x, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), replay()))
+
+    Then the block's `last_product` leaves its result out of the replay.
+    """
     before, _runs.replay = _runs.replay, True
     try:
         yield
@@ -107,20 +128,29 @@ def replay() -> Iterator[None]:
 
 
 def last_product(layer: nn.Module, x: Tensor) -> Tensor:
-    """layer(x), which a checkpointed block returns, or adds to something and returns.
+    """layer(x), which a block returns, or adds to something and returns, and reads nowhere else.
 
     Checkpointing ends a replay once everything is there that was saved, and a layer saves after it has computed. So in
-    a replay a layer that says so (`saves_without_result`) saves what it ever does and leaves its product out: the
-    result is memory that was not written, and nothing reads it.
+    a `replay` a layer that may saves what it ever does and leaves its product out: the result is memory that was not
+    written, and nothing reads it. What `recomputed` spares such a layer is then not made a third time either.
+
+    Args:
+        layer: a LoRALinear without DoRA, an NF4Linear or a GGUFLinear that no hook watches; any other is just called.
+        x: [..., C].
+
+    Returns:
+        [..., N]; in a replay not to be read.
     """
     may = getattr(layer, "saves_without_result", None)
-    if not _runs.replay or torch.compiler.is_compiling() or may is None or not may():
+    if torch.compiler.is_compiling() or may is None or not may():
         return layer(x)
-    _runs.unread = True
+    if _runs.wanted:
+        _runs.read = x.detach()
+    _runs.last, _runs.unread = True, _runs.replay
     try:
         return layer(x)
     finally:
-        _runs.unread = False
+        _runs.last = _runs.unread = False
 
 
 def unwatched(layer: nn.Module) -> bool:

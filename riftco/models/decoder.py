@@ -16,8 +16,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from .. import tpu
-from ..functional import attention, describe_head, geglu, recomputed, rope, sliced_head_loss, swiglu
-from ..kernels._recompute import last_product, replay
+from ..functional import (
+    attention,
+    describe_head,
+    geglu,
+    last_product,
+    recomputed,
+    replay,
+    rope,
+    sliced_head_loss,
+    swiglu,
+)
 from ..nn import Embedding, RMSNorm, linear_group
 from .config import DecoderConfig
 from .errors import ModelError
@@ -185,8 +194,8 @@ class Decoder(nn.Module):
     Args:
         config: shape and options.
         activation_checkpointing: "disabled"; "block": keep only each block's input and run the block again in the
-            backward, but for the last, with which the backward begins; or "selective": keep what attention returned
-            too (out and lse), which is then not run again. Results are equal. May be set on the model later.
+            backward; or "selective": keep what attention returned too (out and lse), which is then not run again.
+            Results are equal. May be set on the model later.
         attention: "flash", linear in memory, or "materialized", which keeps the probabilities [B, H, T, T] of every
             layer for the backward. Results are equal up to rounding. May be set on the model later.
 
@@ -352,14 +361,12 @@ class Decoder(nn.Module):
             replayed, more = tpu.checkpoint, {}
             x = x if x.requires_grad else x.detach().requires_grad_()
         open_ended = mode == "disabled" and not any(map(_watched, self.model.layers))
-        # the backward begins with the last block: it would be run again at once
-        kept = len(self.model.layers) - 1 if replayed is checkpoint and cache is None else None
         branch = None
         for i, layer in enumerate(self.model.layers):
             turn = local if i in self.config.sliding_layers else rotation
             if open_ended:
                 x, branch = cast(Block, layer).branches(x, branch, turn, packing, cache)
-            elif mode == "disabled" or i == kept:
+            elif mode == "disabled":
                 x = layer(x, turn, packing, cache)
             else:
                 x = replayed(layer, x, turn, packing, cache, use_reentrant=False, **more)
