@@ -15,17 +15,17 @@ def lora_linear(dtype: torch.dtype, adapter: torch.dtype, rank: int) -> None:
     C, widths = 256, (256, 128, 128)
     weights = [torch.empty(N, C, dtype=dtype) for N in widths]
     a, b = ([torch.empty(*s, dtype=adapter) for s in sizes] for sizes in ([(rank, C)] * 3, [(N, rank) for N in widths]))
-    base = (["dense"] * 3, weights, [])
+    base, gain = (["dense"] * 3, weights, []), torch.empty(widths[0])
     for M, seed, rows in (
-        (700, None, None),
+        (2000, None, None),
+        (700, torch.empty(1, dtype=torch.int64), None),
         (9, None, None),
         (200, torch.empty(1, dtype=torch.int64), torch.arange(9)),
     ):
         dropped = (seed, 0.1, rows)
         x = torch.empty(M, 2 * C, dtype=dtype)[:, :C]
-        ys, xa = cuda.forward(x, *base, [None] * 3, a, b, [2.0, 1.0, 0.5], *dropped)
+        ys, xa = cuda.forward(x, *base, [gain, None, None], a, b, [2.0, 1.0, 0.5], *dropped)
         cuda.backward(ys, x, *base, a, b, xa, [2.0, 1.0, 0.5], *dropped, True, [False] * 3, True, True)
-    gain = torch.empty(widths[0])
     rescale_cuda.backward(rescale_cuda.forward(ys[0], gain, gain), ys[0], gain, True, True)
 
 

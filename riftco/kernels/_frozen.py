@@ -17,12 +17,19 @@ Decode = Callable[[int, int, Tensor], Tensor]
 
 
 def forward(
-    x: Tensor, bias: Tensor | None, N: int, K: int, scratch_bytes: int, decode: Decode, spare: int = 0
-) -> Tensor:
-    """y [..., N] = x W^T + bias; decode gives W[lo:hi]. The scratch has `spare` elements more than they take."""
+    x: Tensor, bias: Tensor | None, N: int, K: int, scratch_bytes: int, decode: Decode, spare: int = 0,
+    onto: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """y [..., N] = x W^T + bias; decode gives W[lo:hi]. The scratch has `spare` elements more than they take.
+
+    `onto` [..., N], contiguous, takes the bias's place: the product is added into it, and it is what is returned.
+    """
     rows = x.reshape(x.shape[:-1].numel(), K)
     bias = None if bias is None else bias.to(x.dtype)
     pieces = stretches(N, K * x.element_size(), scratch_bytes)
+    if onto is not None:
+        _add(onto.view(rows.shape[0], N), rows, pieces, K, spare, lambda *piece: decode(*piece).t())
+        return onto
     if len(pieces) == 1:
         w = decode(0, N, x.new_empty(N * K + spare)).t()
         return (torch.mm(rows, w) if bias is None else torch.addmm(bias, rows, w)).view(*x.shape[:-1], N)
@@ -37,10 +44,15 @@ def forward(
     return y.view(*x.shape[:-1], N)
 
 
-def backward(d_y: Tensor, N: int, K: int, scratch_bytes: int, decode: Decode, step: int = 1) -> Tensor:
-    """d_x [..., K] = d_y W; decode gives W[:, lo:hi], lo a multiple of `step`."""
+def backward(
+    d_y: Tensor, N: int, K: int, scratch_bytes: int, decode: Decode, step: int = 1, onto: Tensor | None = None
+) -> Tensor:
+    """d_x [..., K] = d_y W; decode gives W[:, lo:hi], lo a multiple of `step`. `onto` as in `forward`."""
     rows = d_y.reshape(d_y.shape[:-1].numel(), N)
     pieces = stretches(K, N * d_y.element_size(), scratch_bytes, step)
+    if onto is not None:
+        _add(onto.view(rows.shape[0], K), rows, pieces, N, 0, decode)
+        return onto
     if len(pieces) == 1:
         return torch.mm(rows, decode(0, K, d_y.new_empty(N * K))).view(*d_y.shape[:-1], K)
     d_x = torch.empty(rows.shape[0], K, dtype=d_y.dtype, device=d_y.device)
@@ -48,6 +60,15 @@ def backward(d_y: Tensor, N: int, K: int, scratch_bytes: int, decode: Decode, st
     for lo, hi in pieces:
         torch.mm(rows, decode(lo, hi, scratch), out=d_x[:, lo:hi])
     return d_x.view(*d_y.shape[:-1], K)
+
+
+def _add(
+    out: Tensor, rows: Tensor, pieces: tuple[tuple[int, int], ...], reduced: int, spare: int, decode: Decode
+) -> None:
+    """out[:, lo:hi] += rows decode(lo, hi): the matrix product adds what lies there before it rounds."""
+    scratch = rows.new_empty(max((hi - lo for lo, hi in pieces), default=0) * reduced + spare)
+    for lo, hi in pieces:
+        out[:, lo:hi].addmm_(rows, decode(lo, hi, scratch))
 
 
 @functools.lru_cache(1024)

@@ -5,7 +5,9 @@ A format brings two ops whose schemas follow one rule, with any number of tensor
     riftco::<name>_fwd(Tensor x, <tensors>, Tensor? bias, <texts>, <integers>) -> Tensor    y = x W^T + bias
     riftco::<name>_bwd(Tensor d_y, <tensors>, <texts>, <integers>) -> Tensor                d_x = d_y W
 
-and a weight class as below. Whatever has that is a base for adapters, without a line about it there.
+and a weight class as below. CUDA's launchers of both take one keyword more, `onto`: a contiguous tensor of the result's
+shape, into which the product is added in place of a bias, and which is returned. Whatever has that is a base for
+adapters, without a line about it there.
 """
 
 from __future__ import annotations
@@ -56,19 +58,33 @@ class Base(NamedTuple):
     tensors: list[Tensor]
     sizes: list[int]
 
-    def forward(self, x: Tensor, bias: Tensor | None, find: Callable) -> Tensor:
-        """x W^T + bias; `find` is `_contract.launcher` or `meaning`."""
+    def forward(self, x: Tensor, bias: Tensor | None, find: Callable, onto: Tensor | None = None) -> Tensor:
+        """x W^T + bias; `find` is `_contract.launcher` or `meaning`. On CUDA `onto` may take the bias's place."""
         if self.kind == DENSE:
+            if onto is not None:
+                return _added(onto, x, self.tensors[0].t())
             return torch.nn.functional.linear(x, self.tensors[0], None if bias is None else bias.to(x.dtype))
         name, *texts = self.kind.split(":")
-        return find(f"{name}_fwd", x)(x, *self.tensors, bias, *texts, *self.sizes)
+        return find(f"{name}_fwd", x)(x, *self.tensors, bias, *texts, *self.sizes, **_given(onto))
 
-    def backward(self, d_y: Tensor, find: Callable) -> Tensor:
-        """d_y W."""
+    def backward(self, d_y: Tensor, find: Callable, onto: Tensor | None = None) -> Tensor:
+        """d_y W; on CUDA added into `onto` where that is given."""
         if self.kind == DENSE:
-            return d_y @ self.tensors[0]
+            return d_y @ self.tensors[0] if onto is None else _added(onto, d_y, self.tensors[0])
         name, *texts = self.kind.split(":")
-        return find(f"{name}_bwd", d_y)(d_y, *self.tensors, *texts, *self.sizes)
+        return find(f"{name}_bwd", d_y)(d_y, *self.tensors, *texts, *self.sizes, **_given(onto))
+
+
+def _given(onto: Tensor | None) -> dict[str, Tensor]:
+    """As a keyword, which the launchers of other devices do not have."""
+    return {} if onto is None else {"onto": onto}
+
+
+def _added(onto: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """onto [..., J] += left [..., I] right [I, J], in the matrix product itself."""
+    lines = left.shape[:-1].numel()
+    onto.view(lines, onto.shape[-1]).addmm_(left.reshape(lines, left.shape[-1]), right)
+    return onto
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from ..kernels.gguf_linear.route import SCRATCH_BYTES as GGUF_SCRATCH
 from ..kernels.linear_cross_entropy import cpu as cpu_head
 from ..kernels.linear_cross_entropy import slices
 from ..kernels.lora_linear.base import launcher, unpack
+from ..kernels.lora_linear.route import route
 from ..kernels.nf4.route import SCRATCH_BYTES as NF4_SCRATCH
 from .trace import MemoryTrace
 
@@ -144,20 +145,28 @@ def cuda_head_backward(*arguments):
 # ---- products with frozen weights on CUDA: a scratch of the decoded weight lives as long as the call
 
 
-def nf4_forward(x: Tensor, codes, absmax, bias: Tensor | None, N: int, K: int, block_size: int) -> Tensor:
-    return _frozen.forward(x, bias, N, K, NF4_SCRATCH, lambda lo, hi, room: room[: (hi - lo) * K].view(hi - lo, K))
+def nf4_forward(x: Tensor, codes, absmax, bias: Tensor | None, N: int, K: int, block_size: int, onto=None) -> Tensor:
+    return _frozen.forward(x, bias, N, K, NF4_SCRATCH, _rows_of(K), onto=onto)
 
 
-def nf4_backward(d_y: Tensor, codes, absmax, N: int, K: int, block_size: int) -> Tensor:
-    return _frozen.backward(d_y, N, K, NF4_SCRATCH, lambda lo, hi, room: room[: N * (hi - lo)].view(N, hi - lo))
+def nf4_backward(d_y: Tensor, codes, absmax, N: int, K: int, block_size: int, onto=None) -> Tensor:
+    return _frozen.backward(d_y, N, K, NF4_SCRATCH, _columns_of(N), onto=onto)
 
 
-def gguf_forward(x: Tensor, packed, bias: Tensor | None, format: str, N: int, K: int) -> Tensor:
-    return _frozen.forward(x, bias, N, K, GGUF_SCRATCH, lambda lo, hi, room: room[: (hi - lo) * K].view(hi - lo, K))
+def gguf_forward(x: Tensor, packed, bias: Tensor | None, format: str, N: int, K: int, onto=None) -> Tensor:
+    return _frozen.forward(x, bias, N, K, GGUF_SCRATCH, _rows_of(K), onto=onto)
 
 
-def gguf_backward(d_y: Tensor, packed, format: str, N: int, K: int) -> Tensor:
-    return _frozen.backward(d_y, N, K, GGUF_SCRATCH, lambda lo, hi, room: room[: N * (hi - lo)].view(N, hi - lo))
+def gguf_backward(d_y: Tensor, packed, format: str, N: int, K: int, onto=None) -> Tensor:
+    return _frozen.backward(d_y, N, K, GGUF_SCRATCH, _columns_of(N), onto=onto)
+
+
+def _rows_of(K: int) -> _frozen.Decode:
+    return lambda lo, hi, room: room[: (hi - lo) * K].view(hi - lo, K)
+
+
+def _columns_of(N: int) -> _frozen.Decode:
+    return lambda lo, hi, room: room[: N * (hi - lo)].view(N, hi - lo)
 
 
 CUDA_HEAD = slices.Loss(
@@ -169,22 +178,37 @@ CUDA_HEAD = slices.Loss(
 )
 
 
-# ---- adapters on CUDA: the members' gradients of x live together until one launch sums them
+# ---- adapters on CUDA: where base products come first, the members' gradients of x live until one launch sums them
 
 
 def lora_forward(
     x: Tensor, kinds, weights, sizes, biases, lora_a: list[Tensor], lora_b, scales, seed, dropout_p, rows
 ) -> tuple[list[Tensor], Tensor]:
-    ys = [base.forward(x, bias, launcher) for base, bias in zip(unpack(kinds, weights, sizes), biases, strict=True)]
-    count = x.shape[:-1].numel() if rows is None else rows.numel()
-    return ys, lora_a[0].new_empty(count, sum(a.shape[0] for a in lora_a))
+    bases, lines = unpack(kinds, weights, sizes), x.shape[:-1].numel()
+    count = lines if rows is None else rows.numel()
+    xa = lora_a[0].new_empty(count, sum(a.shape[0] for a in lora_a))
+    if route(lines, rows is not None).name == "adapters first":
+        ys = [x.new_empty(*x.shape[:-1], b.shape[0]) for b in lora_b]
+        for base, y in zip(bases, ys, strict=True):
+            base.forward(x, None, launcher, onto=y)
+    else:
+        ys = [base.forward(x, bias, launcher) for base, bias in zip(bases, biases, strict=True)]
+    return ys, xa
 
 
 def lora_backward(
     d_ys: list[Tensor], x, kinds, weights, sizes, lora_a, lora_b, xa, scales, seed, dropout_p, rows, need_x: bool,
     need_w: list[bool], need_a: bool, need_b: bool,
 ) -> tuple[Tensor, list[Tensor], Tensor]:  # fmt: skip
-    parts = [b.backward(t, launcher) for b, t in zip(unpack(kinds, weights, sizes), d_ys, strict=True) if need_x]
+    bases, lines = unpack(kinds, weights, sizes), d_ys[0].shape[:-1].numel()
+    d_x = d_ys[0].new_empty(0)
+    if need_x and route(lines, rows is not None).name == "adapters first":
+        d_x = d_ys[0].new_empty(*d_ys[0].shape[:-1], lora_a[0].shape[1])
+        for base, t in zip(bases, d_ys, strict=True):
+            base.backward(t, launcher, onto=d_x)
+    elif need_x:
+        parts = [base.backward(t, launcher) for base, t in zip(bases, d_ys, strict=True)]
+        d_x = parts[0]
     d_ws = [t.new_empty(t.shape[-1], x.shape[-1]) if need else t.new_empty(0) for t, need in zip(d_ys, need_w)]
     total = need_a * sum(a.numel() for a in lora_a) + need_b * sum(b.numel() for b in lora_b)
-    return parts[0] if need_x else d_ys[0].new_empty(0), d_ws, d_ys[0].new_empty(total, dtype=torch.float32)
+    return d_x, d_ws, d_ys[0].new_empty(total, dtype=torch.float32)

@@ -122,27 +122,31 @@ def _tile(
     tl.store(out_ptr + n * cols + k, value.to(out_ptr.dtype.element_ty), mask=k < cols)
 
 
-def forward(x: Tensor, packed: Tensor, bias: Tensor | None, format: str, N: int, K: int) -> Tensor:
+def forward(
+    x: Tensor, packed: Tensor, bias: Tensor | None, format: str, N: int, K: int, onto: Tensor | None = None
+) -> Tensor:
     if route(x.shape[:-1].numel(), N, K, x.dtype).name == "few":
         bias = None if bias is None else bias.contiguous()
-        return _product(x, packed, bias, format, N, forward=True)
+        y = _product(x, packed, bias, format, N, forward=True)
+        return y if onto is None else onto.add_(y)
     packed = _readable(packed)
 
     def rows(lo: int, hi: int, scratch: Tensor) -> Tensor:
         return _decode(packed, format, lo, 0, scratch[: (hi - lo) * K].view(hi - lo, K))
 
-    return _frozen.forward(x, bias, N, K, SCRATCH_BYTES, rows)
+    return _frozen.forward(x, bias, N, K, SCRATCH_BYTES, rows, onto=onto)
 
 
-def backward(d_y: Tensor, packed: Tensor, format: str, N: int, K: int) -> Tensor:
+def backward(d_y: Tensor, packed: Tensor, format: str, N: int, K: int, onto: Tensor | None = None) -> Tensor:
     if route(d_y.shape[:-1].numel(), K, N, d_y.dtype).name == "few":
-        return _product(d_y, packed, None, format, K, forward=False)
+        d_x = _product(d_y, packed, None, format, K, forward=False)
+        return d_x if onto is None else onto.add_(d_x)
     packed = _readable(packed)
 
     def columns(lo: int, hi: int, scratch: Tensor) -> Tensor:
         return _decode(packed, format, 0, lo, scratch[: N * (hi - lo)].view(N, hi - lo))
 
-    return _frozen.backward(d_y, N, K, SCRATCH_BYTES, columns, COLUMNS)
+    return _frozen.backward(d_y, N, K, SCRATCH_BYTES, columns, COLUMNS, onto)
 
 
 def dequantize(packed: Tensor, format: str, N: int, K: int, dtype: torch.dtype) -> Tensor:

@@ -13,8 +13,8 @@ from . import dora, dropout, op, spec
 
 GROUP = 3
 GRADS = ("x", "gain", *(f"{name}{i}" for name in ("weight", "bias", "lora_a", "lora_b") for i in range(GROUP)))
-# y: W (NF4), x A^T, the base product before the adapter is added; d_x likewise with d_y B, and once more for each other
-# member; d_A: d_y B; d_B: x A^T; DoRA: z, and d_z for what comes before it
+# y: W (NF4), x A^T, and the first of base product and adapter's part before the other is added; d_x likewise with
+# d_y B, and once more for each other member; d_A: d_y B; d_B: x A^T; DoRA: z, and d_z for what comes before it
 ROUNDINGS = {"d_x": 5, "d_gain": 3} | {
     f"{k}{i}": n for i in range(GROUP) for k, n in (("y", 3), ("d_lora_a", 2), ("d_lora_b", 2), ("d_weight", 1))
 }
@@ -32,6 +32,7 @@ CASES = (
     Case("group of several tiles", dict(M=70, N=140, C=67, R=33), dict(members=2, mixed=True)),
     Case("group, NF4 base, dropout", dict(M=20, N=14, C=33, R=5), dict(members=3, nf4=True, dropout=0.3, mixed=True)),
     Case("group, rows", dict(M=40, N=14, C=40, R=4), dict(members=2, rows=True, dropout=0.2)),
+    Case("group, many rows", dict(M=200, N=20, C=24, R=4), dict(members=3, nf4=True, dropout=0.3, bias=True)),
     Case("DoRA", dict(M=300, N=140, C=24, R=4), dict(gain=True, bias=True)),
     Case("few rows, many features", dict(M=3, N=530, C=600, R=6), dict(members=2, mixed=True)),
 )

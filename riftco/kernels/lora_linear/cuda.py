@@ -11,9 +11,10 @@ from torch import Tensor
 
 from .._launch import as_rows, cdiv, on
 from ..attention.philox import threshold
-from . import kernels, tiles
+from . import alone, kernels, tiles
 from .base import count, dtypes, launcher, unpack
 from .dropout import inverse_keep
+from .route import route
 
 
 def forward(
@@ -22,10 +23,16 @@ def forward(
     rows: Tensor | None,
 ) -> tuple[list[Tensor], Tensor]:  # fmt: skip
     D, _ = dtypes(x, lora_a, lora_b)
-    ys = [base.forward(x, bias, launcher) for base, bias in zip(unpack(kinds, weights, sizes), biases)]
+    bases = unpack(kinds, weights, sizes)
     rows = None if rows is None else rows.contiguous()
     xa = _down(x, seed, dropout_p, rows, _in(D, lora_a))
-    _up_each(ys, rows, xa, _in(D, lora_b), scales)
+    if route(x.shape[:-1].numel(), rows is not None).name == "adapters first":
+        ys = _up_each_alone(x, biases, xa, _in(D, lora_b), scales)
+        for base, y in zip(bases, ys):
+            base.forward(x, None, launcher, onto=y)
+    else:
+        ys = [base.forward(x, bias, launcher) for base, bias in zip(bases, biases)]
+        _up_each(ys, rows, xa, _in(D, lora_b), scales)
     return ys, xa
 
 
@@ -40,7 +47,12 @@ def backward(
     d_x, g = d_ys[0].new_empty(0), None
     if need_x or need_a:
         g = _down_each(d_ys, rows, _in(D, lora_b), scales)
-    if need_x:
+    first = route(d_ys[0].shape[:-1].numel(), rows is not None).name
+    if need_x and first == "adapters first":
+        d_x = _up_alone(d_ys[0], seed, dropout_p, g, _in(D, lora_a))
+        for base, t in zip(bases, d_ys):
+            base.backward(t, launcher, onto=d_x)
+    elif need_x:
         parts = [base.backward(t, launcher).contiguous() for base, t in zip(bases, d_ys)]
         d_x = parts[0]
         _up(parts, seed, dropout_p, rows, g, _in(D, lora_a))
@@ -75,17 +87,18 @@ def _down(x: Tensor, seed: Tensor | None, dropout_p: float, rows: Tensor | None,
     """dropout(x) A^T of all members side by side, [rows, sum of R], from one reading of x."""
     M, C = count(x, rows), x.shape[-1]
     ranks, R = _ranks(ws, 0)
-    tile = tiles.down(M, C, R, x.dtype.itemsize >= 4)
+    tile = tiles.down(M, C, max(ranks), x.dtype.itemsize >= 4, len(ws))
     out = torch.empty(tile.splits, M, R, dtype=torch.float32 if tile.splits > 1 else ws[0].dtype, device=x.device)
     if M == 0:
         return out[0]
     lines, where = _lines(x)
     with on(x):
-        kernels.down[(cdiv(M, tile.BM) * cdiv(R, tile.BR) * tile.splits,)](
+        kernels.down[(cdiv(M, tile.BM) * cdiv(max(ranks), tile.BR) * tile.splits,)](
             lines, seed, rows, tuple(ws), tuple(w.stride() for w in ws), ranks, out, where, threshold(dropout_p),
-            inverse_keep(seed, dropout_p), M, C, R, x.shape[:-1].numel(), tile.splits, tile.width,
+            inverse_keep(seed, dropout_p), M, C, R, cdiv(max(ranks), tile.BR), x.shape[:-1].numel(), tile.splits,
+            tile.width,
             SPLIT=_split((where,), (lines,)), HAS_KEEP=seed is not None, HAS_ROWS=rows is not None,
-            BM=tile.BM, BC=tile.BC, BR=tile.BR, num_stages=tiles.STAGES, num_warps=tile.warps,
+            BM=tile.BM, BC=tile.BC, BR=tile.BR, num_stages=tile.stages, num_warps=tile.warps,
         )  # fmt: skip
     return out[0] if tile.splits == 1 else out.sum(0).to(ws[0].dtype)
 
@@ -94,7 +107,7 @@ def _down_each(ts: list[Tensor], rows: Tensor | None, ws: list[Tensor], scales: 
     """scale * d_y B of all members side by side, [rows, sum of R]."""
     M, widths = count(ts[0], rows), tuple(t.shape[-1] for t in ts)
     ranks, R = _ranks(ws, 1)
-    tile = tiles.down(M, max(widths), max(ranks), ts[0].dtype.itemsize >= 4, len(ts))
+    tile = tiles.down(M, max(widths), max(ranks), ts[0].dtype.itemsize >= 4, 1, len(ts))
     out = torch.empty(tile.splits, M, R, dtype=torch.float32 if tile.splits > 1 else ws[0].dtype, device=ts[0].device)
     if M == 0:
         return out[0]
@@ -104,7 +117,7 @@ def _down_each(ts: list[Tensor], rows: Tensor | None, ws: list[Tensor], scales: 
             lines, rows, tuple(ws), tuple(w.stride()[::-1] for w in ws), ranks, out, wheres, tuple(scales),
             M, widths, R, cdiv(max(ranks), tile.BR), ts[0].shape[:-1].numel(), tile.splits,
             tile.width, SPLIT=_split(wheres, lines), HAS_ROWS=rows is not None,
-            BM=tile.BM, BC=tile.BC, BR=tile.BR, num_stages=tiles.STAGES, num_warps=tile.warps,
+            BM=tile.BM, BC=tile.BC, BR=tile.BR, num_stages=tile.stages, num_warps=tile.warps,
         )  # fmt: skip
     return out[0] if tile.splits == 1 else out.sum(0).to(ws[0].dtype)
 
@@ -148,6 +161,43 @@ def _up(
         )  # fmt: skip
 
 
+def _up_each_alone(
+    x: Tensor, biases: list[Tensor | None], xa: Tensor, ws: list[Tensor], scales: list[float]
+) -> list[Tensor]:
+    """Each member's bias + scale * (x A^T) B^T."""
+    M, widths = x.shape[:-1].numel(), tuple(w.shape[0] for w in ws)
+    ys = [torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device) for N in widths]
+    ranks, R = _ranks(ws, 1)
+    tile = tiles.alone(M, widths, max(ranks), x.dtype.itemsize >= 4)
+    strips = sum(cdiv(N, tile.BN) for N in widths)
+    if M and strips:
+        with on(x):
+            alone.up_each_alone[(cdiv(M, tile.BM * tile.tiles) * strips,)](
+                tuple(ys), tuple(None if b is None else b.contiguous() for b in biases), xa, tuple(ws),
+                tuple(w.stride()[::-1] for w in ws), ranks, tuple(scales), M, widths, R, strips,
+                tile.tiles, HELD=max(ranks) <= tile.BR, BM=tile.BM, BN=tile.BN, BR=tile.BR,
+                num_stages=1, num_warps=tile.warps,
+            )  # fmt: skip
+    return ys
+
+
+def _up_alone(d_y: Tensor, seed: Tensor | None, dropout_p: float, g: Tensor | None, ws: list[Tensor]) -> Tensor:
+    """dropout'(g A)."""
+    assert g is not None
+    M, C = d_y.shape[:-1].numel(), ws[0].shape[1]
+    d_x = torch.empty(*d_y.shape[:-1], C, dtype=d_y.dtype, device=d_y.device)
+    ranks, R = _ranks(ws, 0)
+    tile = tiles.alone(M, (C,), max(ranks), d_y.dtype.itemsize >= 4)
+    if d_x.numel():
+        with on(d_y):
+            alone.up_alone[(cdiv(M, tile.BM * tile.tiles) * cdiv(C, tile.BN),)](
+                d_x, seed, g, tuple(ws), tuple(w.stride() for w in ws), ranks, threshold(dropout_p),
+                inverse_keep(seed, dropout_p), M, C, R, tile.tiles, HAS_KEEP=seed is not None,
+                HELD=max(ranks) <= tile.BR, BM=tile.BM, BN=tile.BN, BR=tile.BR, num_stages=1, num_warps=tile.warps,
+            )  # fmt: skip
+    return d_x
+
+
 def _grads(
     d_ys: list[Tensor], x: Tensor | None, xa: Tensor | None, g: Tensor | None, lora_a: list[Tensor],
     lora_b: list[Tensor], scales: list[float], seed: Tensor | None, dropout_p: float, rows: Tensor | None,
@@ -185,6 +235,6 @@ def _grads(
                 d_ys[0].shape[:-1].numel(), SPLIT=_split(wheres, lines),
                 HAS_KEEP=seed is not None and need_a, HAS_ROWS=rows is not None,
                 BM=tile.BM, BC=tile.BC, BR=tile.BR, BR_B=tile.BR_B,
-                num_stages=tiles.STAGES, num_warps=tile.warps,
+                num_stages=tile.stages, num_warps=tile.warps,
             )  # fmt: skip
     return out[0] if tile.splits == 1 else out.sum(0)

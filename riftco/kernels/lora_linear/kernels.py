@@ -13,26 +13,26 @@ from ..attention.cuda.scores import kept
 
 @triton.jit
 def halves(t):
-    """float32 t as bfloat16 terms high + low, to 2^-17; inf and NaN are in the first alone."""
-    high = t.to(tl.bfloat16)
-    rest = tl.where(tl.abs(high.to(tl.float32)) == float("inf"), 0.0, t - high.to(tl.float32))
-    return high, rest.to(tl.bfloat16)
+    """float32 t as bfloat16 terms high + low, to 2^-17; inf is in the first alone. The first is rounded as an integer:
+    conversions of single numbers are slow. The largest NaN becomes a zero there, and stays NaN in the second."""
+    high = ((t.to(tl.int32, bitcast=True) + 0x8000) & -65536).to(tl.float32, bitcast=True)
+    rest = tl.where(tl.abs(high) == float("inf"), 0.0, t - high)
+    return high.to(tl.bfloat16), rest.to(tl.bfloat16)
 
 
 @triton.jit
-def product(a, b):
-    """a b in float32: of bfloat16 and float32 to 2^-17, of two 16-bit operands as they are, of others in float32."""
+def add_product(acc, a, b):
+    """acc + a b in float32: of bfloat16 and float32 to 2^-17, of two 16-bit operands as they are, of others in
+    float32."""
     if a.dtype == tl.bfloat16 and b.dtype == tl.float32:
         high, low = halves(b)
-        out = dot(a, low) + dot(a, high)
-    elif a.dtype == tl.float32 and b.dtype == tl.bfloat16:
-        high, low = halves(a)
-        out = dot(low, b) + dot(high, b)
+        acc = acc + dot(a, low)
+        acc = acc + dot(a, high)
     elif a.dtype == b.dtype:
-        out = dot(a, b)
+        acc = acc + dot(a, b)
     else:
-        out = dot(a.to(tl.float32), b.to(tl.float32))
-    return out
+        acc = acc + dot(a.to(tl.float32), b.to(tl.float32))
+    return acc
 
 
 @triton.jit
@@ -81,41 +81,52 @@ def side_by_side(ws, strides, ranks, r, c, C):
 
 @triton.jit
 def _down_tile(
-    in_ptr, seed_ptr, rows_ptr, ws, strides, ranks, out_ptr, where, limit, factor, tile_m, r0, start, M, C, R,
-    R_out, lines, width, SPLIT: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_ROWS: tl.constexpr, BM: tl.constexpr,
+    in_ptr, seed_ptr, rows_ptr, ws, strides, ranks, out_ptr, where, limit, factor, tile_m, r0, start, M, C, R_out,
+    lines, width, SPLIT: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_ROWS: tl.constexpr, BM: tl.constexpr,
     BC: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """out[m, r] = factor * sum over the features from `start` of masked(in)[m, c] w[r, c]."""
+    """out[m, r] = factor * sum over the features from `start` of masked(in)[m, c] w[r, c], for BR ranks from r0 on of
+    each of the weights, which stand side by side in `out`."""
     m = tile_m.to(tl.int64) * BM + tl.arange(0, BM)
     row = place(rows_ptr, m, M, lines, HAS_ROWS)
     r = r0 + tl.arange(0, BR)
     line_ptr = in_ptr + start_of(row, where, SPLIT)
-    acc = tl.zeros([BM, BR], tl.float32)
+    accs = ()
+    for _ in tl.static_range(len(ws)):
+        accs = accs + (tl.zeros([BM, BR], tl.float32),)  # type: ignore[assignment]
     for at in range(start, tl.minimum(start + width, C), BC):
         c = at + tl.arange(0, BC).to(tl.int64)
         live = (m < M)[:, None] & (c < C)[None, :]
         h = tl.load(line_ptr[:, None] + c[None, :] * where[3], mask=live, other=0.0)
         if HAS_KEEP:
             h = tl.where(kept(seed_ptr, limit, tile_m * 0, row.to(tl.int32), at, BC), h, tl.zeros_like(h))
-        w = side_by_side(ws, strides, ranks, r[None, :], c[:, None], C)
-        acc += product(narrow(h, w.dtype), w)
-    tl.store(out_ptr + m[:, None] * R_out + r[None, :], acc * factor, mask=(m < M)[:, None] & (r < R)[None, :])
+        h = narrow(h, ws[0].dtype.element_ty)
+        sums = ()
+        for i in tl.static_range(len(ws)):
+            own = (r < ranks[i])[None, :] & (c < C)[:, None]
+            w = tl.load(ws[i] + r[None, :] * strides[i][0] + c[:, None] * strides[i][1], mask=own, other=0.0)
+            sums = sums + (add_product(accs[i], h, w),)  # type: ignore[assignment]
+        accs = sums
+    for i in tl.static_range(len(ws)):
+        at_out = out_ptr + m[:, None] * R_out + r[None, :]
+        tl.store(at_out, accs[i] * factor, mask=(m < M)[:, None] & (r < ranks[i])[None, :])
+        out_ptr += ranks[i]
 
 
 @triton.jit
 def down(
-    in_ptr, seed_ptr, rows_ptr, ws, strides, ranks, out_ptr, where, limit, factor, M, C, R, lines, splits, width,
+    in_ptr, seed_ptr, rows_ptr, ws, strides, ranks, out_ptr, where, limit, factor, M, C, R, tiles_r, lines, splits,
+    width,
     SPLIT: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_ROWS: tl.constexpr,
     BM: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """x A^T of all members: out [splits, M, R]."""
-    tiles_r = tl.cdiv(R, BR)
     r0 = tl.program_id(0) % tiles_r * BR
     split = tl.program_id(0) // tiles_r % splits
     tile_m = tl.program_id(0) // tiles_r // splits
     _down_tile(
         in_ptr, seed_ptr, rows_ptr, ws, strides, ranks, out_ptr + split.to(tl.int64) * M * R, where, limit, factor,
-        tile_m, r0, split * width, M, C, R, R, lines, width, SPLIT, HAS_KEEP, HAS_ROWS, BM, BC, BR,
+        tile_m, r0, split * width, M, C, R, lines, width, SPLIT, HAS_KEEP, HAS_ROWS, BM, BC, BR,
     )  # fmt: skip
 
 
@@ -136,7 +147,7 @@ def down_each(
             _down_tile(
                 ins[i], None, rows_ptr, (ws[i],), (strides[i],), (ranks[i],),
                 out_ptr + split.to(tl.int64) * M * R + first, wheres[i], 0, factors[i], tile_m, r0, split * width, M,
-                widths[i], ranks[i], R, lines, width, SPLIT, False, HAS_ROWS, BM, BC, BR,
+                widths[i], R, lines, width, SPLIT, False, HAS_ROWS, BM, BC, BR,
             )  # fmt: skip
         first += ranks[i]
 
@@ -225,7 +236,7 @@ def _grad_tile(
     c = c0 + tl.arange(0, BC).to(tl.int64)
     r = tile_r.to(tl.int64) * BR + tl.arange(0, BR)
     stop = tl.minimum((s + 1) * rows_each, M)
-    acc = tl.zeros([BR, BC], tl.float32)
+    acc = tl.zeros([BC, BR], tl.float32)
     for start in range(0, rows_each, BM):
         m = s * rows_each + start + tl.arange(0, BM)
         row = place(rows_ptr, m, stop, lines, HAS_ROWS)
@@ -234,10 +245,10 @@ def _grad_tile(
         h = tl.load(line_ptr[:, None] + c[None, :] * where[3], mask=live, other=0.0)
         if HAS_KEEP:
             h = tl.where(kept(seed_ptr, limit, tile_c * 0, row.to(tl.int32), c0, BC), h, tl.zeros_like(h))
-        g = tl.load(g_ptr + m[None, :] * R_in + r[:, None], mask=(m < stop)[None, :] & (r < R)[:, None], other=0.0)
-        acc += product(g, narrow(h, g.dtype))
+        g = tl.load(g_ptr + m[:, None] * R_in + r[None, :], mask=(m < stop)[:, None] & (r < R)[None, :], other=0.0)
+        acc = add_product(acc, tl.trans(narrow(h, g.dtype)), g)
     tl.store(
-        out_ptr + r[:, None] * stride_r + c[None, :] * stride_c, acc * factor, mask=(r < R)[:, None] & (c < C)[None, :]
+        out_ptr + r[None, :] * stride_r + c[:, None] * stride_c, acc * factor, mask=(r < R)[None, :] & (c < C)[:, None]
     )
 
 

@@ -146,7 +146,7 @@ def linear_group(x: Tensor, layers: Sequence[nn.Module], rows: Tensor | None = N
     """Every layer's output for one x (q, k, v; gate, up): the LoRALinear among them as one call, which keeps x once.
 
     The same numbers as the layers called one by one, but that a group's members share the dropout mask of x, and that
-    d_x is rounded once. Layers with hooks, or with another dropout than most, are called by themselves.
+    d_x is made as one. Layers with hooks, or with another dropout than most, are called by themselves.
 
     Args:
         x: [..., C].

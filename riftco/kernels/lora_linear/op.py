@@ -48,6 +48,7 @@ fwd = define(
     fake=_fake_fwd,
     spec=f"{HERE}.spec:forward",
     launchers={device: f"{module}:forward" for device, module in LAUNCHERS.items()},
+    routes=f"{HERE}.route:routes",
 )
 bwd = define(
     "lora_linear_bwd",
@@ -56,6 +57,7 @@ bwd = define(
     fake=_fake_bwd,
     spec=f"{HERE}.spec:backward",
     launchers={device: f"{module}:backward" for device, module in LAUNCHERS.items()},
+    routes=f"{HERE}.route:routes",
 )
 
 
@@ -150,7 +152,8 @@ def lora_linear_group(
 ) -> tuple[Tensor, ...]:
     """Linear layers with LoRA adapters over one x (q, k, v; gate, up) as one call, which keeps x once.
 
-    y_i = x W_i^T + bias_i + scale_i * dropout(x) A_i^T B_i^T; d_x is the sum over the members, rounded once.
+    y_i = x W_i^T + bias_i + scale_i * dropout(x) A_i^T B_i^T; d_x is the sum over the members, rounded once, or on
+    cuda, for more than 64 rows, once for each member that is added.
 
     Args:
         x, rows, dropout_p, training, impl: as in `lora_linear`. The mask of dropout belongs to x: all members share it.
@@ -230,8 +233,9 @@ def lora_linear(
     Devices: cpu, cuda (Triton; a dense base product is cuBLAS), mps (Metal; a dense base product is
         PyTorch's), xla (plain torch).
     Numerics: the adapter's products run in the wider dtype of A and B (float32 adapters on bfloat16 rows: float32, as
-        in PEFT), with float32 accumulation; base and adapter are added in float32 and rounded to x's dtype; gradients
-        of A and B are accumulated in float32 and rounded once to the parameter's dtype. DoRA's norm is float32, from
+        in PEFT), with float32 accumulation; base and adapter are added in float32 and rounded to x's dtype, after one
+        of them was rounded to it (on cuda the adapter's part, for more than 64 rows, else the base's); gradients of A
+        and B are accumulated in float32 and rounded once to the parameter's dtype. DoRA's norm is float32, from
         rows of W decoded a few at a time. Deterministic.
     Source: Hu et al. 2021, "LoRA", equation 3; Kalajdzievski 2023, "rsLoRA"; Liu et al. 2024, "DoRA", equation 5.
     """

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from .._launch import cdiv
 
-STAGES = 2
 PROGRAMS = 512  # a reduction is cut into pieces until there are so many: they are short, and wait for memory
 GRAD_PROGRAMS = 1024  # these are short and many: the partial sums they write are small beside what they read
+ALONE_PROGRAMS = 2048  # several for each place a large GPU has, so that the last ones are not waited for
 GRAD_SPLITS = 16  # most partial sums of a gradient over the rows
 SPLIT_COLUMNS = 256  # fewest features, and rows, worth a partial sum
 SPLIT_ROWS = 256
@@ -27,18 +27,22 @@ class Tile:
     tiles: int = 1  # of BN columns, one after another in a program
     programs: int = 0  # without the splits
     warps: int = 4
+    stages: int = 1
 
 
 @functools.lru_cache(1024)  # these are asked for each product of a step
-def down(M: int, C: int, R: int, wide: bool, members: int = 1) -> Tile:
-    """x [M, C] A^T [C, R]; few rows share the features out among programs. wide: x is float32, whose products are made
-    outside the tensor cores and need more registers."""
-    BM, BR = _rows(M), _ranks(R, 32 if wide else 64)
-    BC = 128 if BR > 32 else 64
+def down(M: int, C: int, R: int, wide: bool, together: int = 1, members: int = 1) -> Tile:
+    """x [M, C] A^T [C, R] of `together` adapters over one x, or of `members` each over its own; few rows share the
+    features out among programs. wide: x is float32, whose products are made outside the tensor cores and need more
+    registers."""
+    most = (32 if wide else 64) // (1 if together == 1 else 2 if together == 2 else 4)
+    BM, BR = _rows(M), _ranks(R, max(16, most))
+    BC = 64
     programs = cdiv(M, BM) * cdiv(R, BR) * members
     wanted = max(1, min(PROGRAMS // max(programs, 1), cdiv(C, SPLIT_COLUMNS)))
     width = max(1, cdiv(cdiv(C, BC), wanted)) * BC
-    return Tile(BM, BC, BR, splits=max(1, cdiv(C, width)), width=width, warps=_warps(BR, wide))
+    warps = _warps(BR * together, wide)
+    return Tile(BM, BC, BR, splits=max(1, cdiv(C, width)), width=width, warps=warps, stages=2 if wide else 3)
 
 
 @functools.lru_cache(1024)
@@ -48,17 +52,25 @@ def up(M: int, R: int) -> Tile:
 
 
 @functools.lru_cache(1024)
+def alone(M: int, widths: tuple[int, ...], R: int, wide: bool) -> Tile:
+    """y [M, N] = x A^T [M, R] B^T [R, N] of members N wide: bound by y's bytes."""
+    BM, BN = 64, 64 if wide else 128
+    made = cdiv(M, BM) * sum(cdiv(N, BN) for N in widths)
+    return Tile(BM, BR=_ranks(R, 64), BN=BN, tiles=max(1, min(8, made // ALONE_PROGRAMS)))
+
+
+@functools.lru_cache(1024)
 def grads(M: int, products: tuple[tuple[int, int], ...], wide: bool, first: bool) -> Tile:
     """(features, rank) of each product [rank, M] [M, features]; the rows are shared out among programs. first: one of
     them is that of all A."""
     most = 32 if wide else 64
     BR_B = _ranks(max((R for _, R in products[first:]), default=1), most)
     BR = _ranks(products[0][1], most) if first else BR_B
-    BC = 64 if wide else 128 if max(BR, BR_B) > 16 else 256  # the partner is taken apart once for so many features
+    BC = 64 if wide else 128
     programs = sum(cdiv(C, BC) * cdiv(R, BR if i == 0 else BR_B) for i, (C, R) in enumerate(products))
     splits = max(1, min(GRAD_SPLITS, cdiv(M, SPLIT_ROWS), cdiv(GRAD_PROGRAMS, max(programs, 1))))
     warps = _warps(max(BR, BR_B), wide)
-    return Tile(32 if wide else 64, BC, BR, BR_B, splits=splits, programs=programs, warps=warps)
+    return Tile(32 if wide else 64, BC, BR, BR_B, splits=splits, programs=programs, warps=warps, stages=2)
 
 
 def _rows(M: int) -> int:

@@ -10,7 +10,10 @@ from . import few, general, scratch
 COLUMNS = 64  # stretches of columns are whole groups of codes
 
 
-def forward(x: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None, N: int, K: int, block_size: int) -> Tensor:
+def forward(
+    x: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None, N: int, K: int, block_size: int,
+    onto: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     r = routes.route(x.shape[:-1].numel(), N, K, block_size, x.dtype)
     codes, absmax = codes.contiguous(), absmax.contiguous()
     if r.name == "scratch":
@@ -19,15 +22,17 @@ def forward(x: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None, N: in
             out = room.as_strided((hi - lo, K), (K, 1))
             return scratch.decode(codes, absmax, lo, 0, K, block_size, out)
 
-        return _frozen.forward(x, bias, N, K, routes.SCRATCH_BYTES, rows)
+        return _frozen.forward(x, bias, N, K, routes.SCRATCH_BYTES, rows, onto=onto)
     y = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
     if y.numel():
         kernel = {"row": few.row, "few": few.forward, "general": general.forward}[r.name]
         kernel(x, codes, absmax, None if bias is None else bias.contiguous(), y, block_size, r)
-    return y
+    return y if onto is None else onto.add_(y)
 
 
-def backward(d_y: Tensor, codes: Tensor, absmax: Tensor, N: int, K: int, block_size: int) -> Tensor:
+def backward(
+    d_y: Tensor, codes: Tensor, absmax: Tensor, N: int, K: int, block_size: int, onto: Tensor | None = None
+) -> Tensor:
     r = routes.route(d_y.shape[:-1].numel(), N, K, block_size, d_y.dtype, backward=True)
     codes, absmax = codes.contiguous(), absmax.contiguous()
     if r.name == "scratch":
@@ -36,12 +41,12 @@ def backward(d_y: Tensor, codes: Tensor, absmax: Tensor, N: int, K: int, block_s
             out = room.as_strided((N, hi - lo), (hi - lo, 1))
             return scratch.decode(codes, absmax, 0, lo, K, block_size, out)
 
-        return _frozen.backward(d_y, N, K, routes.SCRATCH_BYTES, columns, COLUMNS)
+        return _frozen.backward(d_y, N, K, routes.SCRATCH_BYTES, columns, COLUMNS, onto)
     d_x = torch.empty(*d_y.shape[:-1], K, dtype=d_y.dtype, device=d_y.device)
     if d_x.numel():
         kernel = few.backward if r.name == "few" else general.backward
         kernel(d_y, codes, absmax, d_x, block_size, r)
-    return d_x
+    return d_x if onto is None else onto.add_(d_x)
 
 
 def dequantize(codes: Tensor, absmax: Tensor, numel: int, block_size: int, dtype: torch.dtype) -> Tensor:
