@@ -457,8 +457,9 @@ def _of_documents(
 
 
 def _watched(layer: nn.Module) -> bool:
-    """Whether somebody hooked or replaced its forward."""
-    return bool(layer._forward_hooks or layer._forward_pre_hooks) or "forward" in layer.__dict__
+    """Whether somebody hooked, replaced or compiled its call."""
+    changed = "forward" in layer.__dict__ or layer._compiled_call_impl is not None
+    return changed or bool(layer._forward_hooks or layer._forward_pre_hooks)
 
 
 def _keep_attention():

@@ -202,3 +202,25 @@ def test_what_the_last_product_reads_is_made_once_in_a_replay(targets):
     assert torch.equal(loss, loss_1)
     for name, grad in grads.items():
         assert torch.equal(grad, grads_1[name]), name
+
+
+def test_blocks_and_layers_that_were_compiled_are_called():
+    """Module.compile changes what a call does, not forward: fused ways around the call must not go round it."""
+    model, calls = adapted_decoder(), []
+
+    def compiled(layer, name):
+        layer._compiled_call_impl = lambda *args: (calls.append(name), layer._call_impl(*args))[1]
+
+    block, plain = model.model.layers[1], step(model)
+    compiled(block, "block")
+    compiled(model.model.layers[0].mlp.up_proj, "up")
+    compiled(model.model.layers[0].mlp.down_proj, "down")
+    model.activation_checkpointing = "block"
+    again = step(model)
+    assert calls.count("block") == calls.count("up") == calls.count("down") == 2
+    model.activation_checkpointing = "disabled"
+    step(model)
+    assert calls.count("block") == 3
+    assert torch.equal(plain[0], again[0])
+    for name, grad in plain[1].items():
+        torch.testing.assert_close(grad, again[1][name], rtol=1e-4, atol=1e-6)
