@@ -17,6 +17,7 @@ from .kernels.attention import (
 )
 from .kernels.attention.probe import attention_backward
 from .kernels.cached_attention.cache import Cache, CacheLayer
+from .kernels.cached_attention.decode import decode_with_cache
 from .kernels.cached_attention.op import attention_with_cache
 from .kernels.cross_entropy import (
     cross_entropy,
@@ -59,6 +60,7 @@ __all__ = [
     "cce_linear_cross_entropy",
     "cross_entropy",
     "cross_entropy_time_range",
+    "decode_with_cache",
     "dequantize_gguf",
     "dequantize_nf4",
     "describe_head",

@@ -114,8 +114,8 @@ def attention(dtype: torch.dtype, D: int, DV: int, variant: str, room: int) -> N
 
 
 def cached_attention(dtype: torch.dtype, cached: str, D: int) -> None:
-    """Decoding, a chunk cut into pieces over pages, and a chunk that needs no cutting."""
-    from riftco.kernels.cached_attention import Cache, cuda
+    """Decoding, a chunk cut into pieces over pages, and one that needs no cutting; a decoding step in one launch."""
+    from riftco.kernels.cached_attention import Cache, cuda, decode_cuda
 
     for runs, rows, page_size in ((2, 1, None), (1, 100, 16), (16, 700, None)):
         cache = Cache.allocate(1, 16, 1024, 2, D, dtype=cached, page_size=page_size)
@@ -127,6 +127,18 @@ def cached_attention(dtype: torch.dtype, cached: str, D: int) -> None:
         out, lse = cuda.forward(q, k, k, *rest)
         cuda.backward(torch.empty_like(out), None, q, k, k, out, lse, *rest, True, True, True, False)
         cuda.write(layer.k, layer.v, layer.k_scale, layer.v_scale, torch.arange(runs * rows), k, k)
+    for window, page_size in ((500, None), (1024, 16)):  # whole and in pieces
+        cache = Cache.allocate(1, 2, window, 2, D, dtype=cached, page_size=page_size)
+        layer, turn = cache.layers[0], torch.empty(2, D // 2)
+        q, k = (torch.empty(2, heads, D, dtype=dtype) for heads in (8, 2))
+        places = (
+            cache.arrived,
+            cache.block_table,
+            torch.zeros(2, dtype=torch.int64),
+            torch.zeros(2, dtype=torch.int64),
+        )
+        held = (layer.k, layer.v, layer.k_scale, layer.v_scale)
+        decode_cuda.decode(q, k, k, turn, turn, *held, *places, torch.arange(2), None, False, None, None, 0.0)
 
 
 def adam(dtype: torch.dtype) -> None:

@@ -46,8 +46,8 @@ LOSSES = {
 }  # fmt: skip
 FUNCTIONS = {
     "adam_step", "attention", "attention_backward", "attention_with_cache", "cce_linear_cross_entropy", "cross_entropy",
-    "cross_entropy_time_range", "dequantize_gguf", "dequantize_nf4", "describe_head", "embedding", "flash_attn_func",
-    "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
+    "cross_entropy_time_range", "decode_with_cache", "dequantize_gguf", "dequantize_nf4", "describe_head", "embedding",
+    "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache", "gather_rows", "geglu", "gguf_linear", "layer_norm",
     "liger_fused_linear_cross_entropy", "linear_cross_entropy", "lora_linear", "lora_linear_group", "nf4_linear",

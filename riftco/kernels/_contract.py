@@ -184,15 +184,14 @@ def _call(name: str, device: str, *args, **kwargs):
     return launcher(*args, **kwargs)
 
 
-def write(op: torch._ops.OpOverload, device: torch.device, *args) -> None:
-    """Call an op that writes into its arguments, which are on `device`.
+def write(op: torch._ops.OpOverload, device: torch.device, *args):
+    """Call an op that writes into its arguments, which are on `device`; what it returns.
 
     XLA's tensors are values, which no operator can write into: there the launcher runs above PyTorch's dispatcher.
     """
     if device.type == "xla":
-        load(choose(op._schema.name.removeprefix("riftco::"), "xla", _dtype_of(args)).path)(*args)
-    else:
-        op(*args)
+        return load(choose(op._schema.name.removeprefix("riftco::"), "xla", _dtype_of(args)).path)(*args)
+    return op(*args)
 
 
 def run(op: torch._ops.OpOverload, device: str, *args, **kwargs):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..kernels.attention.spec import softmax_scale
 from ..kernels.cached_attention import spec
+from ..kernels.cached_attention.compose import decode as decode  # rope's shader, these, and the write
 from ..kernels.cached_attention.route import DECODE_ROWS, LEAST_CHUNK, MOST_PIECES
 from . import launch
 from .attention import row_sums

@@ -31,7 +31,7 @@ from ..nn import Embedding, RMSNorm, linear_group
 from .config import DecoderConfig
 from .errors import ModelError
 from .joined import product
-from .kv_cache import KVCache, Step
+from .kv_cache import KVCache, RowStep, Step
 from .rotary import Rotary, Rotation
 
 ACTIVATION_CHECKPOINTING = ("disabled", "block", "selective")
@@ -87,6 +87,9 @@ class Attention(nn.Module):
         q, k, v = (row.unflatten(-1, (-1, self.head_dim)) for row in self._projected(x))
         if self.norms_qk:
             q, k = self.q_norm(q), self.k_norm(k)
+        if isinstance(cache, RowStep):
+            turn = rotation if self.rotates else None
+            return self.o_proj(cache.decode(self.index, q, k, v, turn, **self.how).flatten(-2))
         if self.rotates:
             q, k = rope(q, k, rotation.cos, rotation.sin, positions=rotation.rows)
         if cache is not None:

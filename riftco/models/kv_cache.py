@@ -13,10 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..functional import Cache, attention_with_cache
+from ..functional import Cache, attention_with_cache, decode_with_cache
 from .config import DecoderConfig
 from .errors import ModelError
 from .kv_rows import DTYPES, Pages, Ring, Rows, Slots
+from .rotary import Rotation
 
 LAYOUTS = ("slot", "paged")
 
@@ -346,3 +347,16 @@ class RowStep(Step):
         of, there = slots[:, None].expand(-1, each).flatten(), (step < counts[:, None]).flatten()
         at = self.positions.clamp(max=cache.window - 1)
         self.rows = {id(g): g.cache.rows_of_tokens(of, at).where(there, -1) for g in cache.groups}
+
+    def decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, **how: Any) -> Tensor:
+        """`attend` of rows that are not rotated yet (None: that never are): all of it in one launch on a GPU."""
+        group, place = self.cache._place[layer]
+        qs, ks, vs = (t.reshape(-1, *t.shape[-2:]) for t in (q, k, v))
+        cos = sin = None
+        if rotation is not None:
+            assert rotation.rows is None  # a step's tokens are packed
+            cos, sin = rotation.cos, rotation.sin
+        out = decode_with_cache(
+            qs, ks, vs, group.cache, place, self.slots, self.first, self.rows[id(group)], cos=cos, sin=sin, **how
+        )
+        return out.view(q.shape)

@@ -198,7 +198,7 @@ def test_errors():
     "old,new,case",
     [
         ("z = tl.where(c < C, z - mean[:, None], 0.0)", "z = z - mean[:, None]", "odd sizes"),
-        ("z = z + tl.load(b_ptr", "z = z - tl.load(b_ptr", "odd sizes"),
+        ("z = z + b.to(", "z = z - b.to(", "odd sizes"),
         ("d_x = d_x - (tl.sum(g, 1) / C)[:, None]", "d_x = d_x", "odd sizes"),
         ("bias_sum += g", "bias_sum = g", "many short rows"),
         ("part += tl.num_programs(0)", "part += 0 * tl.num_programs(0)", "many short rows"),

@@ -264,7 +264,7 @@ def test_errors():
     [
         ("tl.sum(z * z, 1) / C + eps", "tl.sum(z * z, 1) / C + 2 * eps", "odd sizes"),
         ("x.to(tl.float32) + r).to", "x.to(tl.float32) - r).to", "residual"),
-        ("z = z * (tl.load(w_ptr", "z = z + (tl.load(w_ptr", "Gemma offset"),
+        ("z = z * (w.to(", "z = z + (w.to(", "Gemma offset"),
         ("g * (w.to(tl.float32) + offset)", "g * w.to(tl.float32)", "Gemma offset"),
         ("d_x = g - z * (tl.sum(g * z, 1) / C)[:, None]", "d_x = g", "no weight"),
         ("weight_sum += g * z", "weight_sum = g * z", "many short rows"),

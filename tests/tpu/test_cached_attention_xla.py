@@ -9,7 +9,7 @@ import torch
 from host_loop import serving_the_cpu
 from xla_graph import recorded
 
-from riftco.functional import attention_with_cache
+from riftco.functional import attention_with_cache, decode_with_cache
 from riftco.kernels._check import inputs_of, to
 from riftco.kernels.cached_attention import cases, spec
 from riftco.kernels.cached_attention.cache import Cache
@@ -114,6 +114,30 @@ def test_decoding_is_one_graph_for_every_token(device):
     assert seen[1:] == [0, 0]
     for a, b in zip(vars(caches[0].layers[0]).values(), vars(caches[1].layers[0]).values()):
         assert torch.equal(a, b.cpu())
+
+
+@xla
+@pytest.mark.parametrize("cached", ["float32", "q8_0"])
+def test_a_decoding_step_is_the_cpus(device, cached):
+    """Turned, attended and stored, the cache's own tensors written into."""
+    slots, W, K, D = 3, 24, 2, 32
+    caches = [Cache.allocate(1, slots, W, K, D, dtype=cached, page_size=8, device=d) for d in ("cpu", "xla")]
+    for name in ("k", "v", "k_scale", "v_scale"):
+        if (first := getattr(caches[0].layers[0], name)) is not None:
+            values = torch.randint(0, 3, first.shape)
+            for cache in caches:
+                getattr(cache.layers[0], name).copy_(values)
+    q, k, v = (torch.randn(slots, heads, D) for heads in (4, K, K))
+    cos, sin = torch.randn(2, slots, D // 2)
+    places = torch.tensor([2, -1, 0]), torch.tensor([11, 3, 23])
+    outs = []
+    for cache, d in zip(caches, ("cpu", "xla")):
+        there = [t.to(d) for t in (q, k, v, *places, cos, sin)]
+        rows = cache.rows(*there[3:5], slots)
+        outs.append(decode_with_cache(*there[:3], cache, 0, *there[3:5], rows, cos=there[5], sin=there[6]).cpu())
+    torch.testing.assert_close(*outs[::-1])
+    for a, b in zip(vars(caches[0].layers[0]).values(), vars(caches[1].layers[0]).values()):
+        assert a is b is None or torch.equal(a, b.cpu()) or (cached == "float32" and torch.allclose(a, b.cpu()))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._launch import cdiv
-from .rows import _normed, _offset, rows_of
+from .rows import _normed, _offset, _scale, rows_of
 
 BLOCK_C = 4096  # columns held at once
 SHARES = 64  # parts the rows are cut into for the gradients of weight and bias
@@ -54,7 +54,8 @@ def _long_fwd(
         x = _load(x_row, r_row, total_ptr, c, x_c, r_c, c < C, HAS_RESIDUAL)
         if HAS_RESIDUAL:
             tl.store(total_ptr + n * C + c, x, mask=c < C)
-        y = _normed((x - mean) * rstd, w_ptr, b_ptr, w_c, b_c, c, C, offset, HAS_WEIGHT, HAS_BIAS)
+        w, b = _scale(w_ptr, b_ptr, w_c, b_c, c, C, HAS_WEIGHT, HAS_BIAS)
+        y = _normed((x - mean) * rstd, w, b, offset, HAS_WEIGHT, HAS_BIAS)
         tl.store(y_ptr + n * C + c, y, mask=c < C)
 
 
@@ -76,7 +77,8 @@ def _long_bwd_x(
         c = start + tl.arange(0, BLOCK).to(tl.int64)
         z = (tl.load(x_row + c * x_c, mask=c < C, other=0.0).to(tl.float32) - mean) * rstd
         g = tl.load(d_row + c * d_c, mask=c < C, other=0.0).to(tl.float32)
-        g = _normed(g, w_ptr, w_ptr, w_c, 0, c, C, offset, HAS_WEIGHT, False)
+        w, b = _scale(w_ptr, w_ptr, w_c, 0, c, C, HAS_WEIGHT, False)
+        g = _normed(g, w, b, offset, HAS_WEIGHT, False)
         products += g * z
         if CENTRE:
             sums += g
@@ -86,7 +88,8 @@ def _long_bwd_x(
         c = start + tl.arange(0, BLOCK).to(tl.int64)
         z = (tl.load(x_row + c * x_c, mask=c < C, other=0.0).to(tl.float32) - mean) * rstd
         g = tl.load(d_row + c * d_c, mask=c < C, other=0.0).to(tl.float32)
-        g = _normed(g, w_ptr, w_ptr, w_c, 0, c, C, offset, HAS_WEIGHT, False)
+        w, b = _scale(w_ptr, w_ptr, w_c, 0, c, C, HAS_WEIGHT, False)
+        g = _normed(g, w, b, offset, HAS_WEIGHT, False)
         d_x = rstd * (g - z * product - sum_g)
         if HAS_TOTAL:
             t_row = d_total_ptr + _offset(n, t_inner, t_o, t_i, T_SPLIT)

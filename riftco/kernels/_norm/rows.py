@@ -12,11 +12,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import cuda
 
 from .._launch import as_rows, cdiv, next_power_of_2
 
 WHOLE = 16384  # columns a program holds at once
 TILE = 2048  # elements held at once by a program of several short rows
+FEW = 256  # rows up to which time is latency, as in a decoding step
 
 
 class Tuning(NamedTuple):
@@ -53,11 +55,19 @@ def _offset(n, inner, stride_o, stride_i, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def _normed(z, w_ptr, b_ptr, w_c, b_c, c, C, offset, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
+def _scale(w_ptr, b_ptr, w_c, b_c, c, C, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Weight and bias. AHEAD of the rows' sums they cost registers, behind them the time of a load."""
+    w = tl.load(w_ptr + c * w_c, mask=c < C, other=0.0) if HAS_WEIGHT else 1.0
+    b = tl.load(b_ptr + c * b_c, mask=c < C, other=0.0) if HAS_BIAS else 0.0
+    return w, b
+
+
+@triton.jit
+def _normed(z, w, b, offset, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
     if HAS_WEIGHT:
-        z = z * (tl.load(w_ptr + c * w_c, mask=c < C, other=0.0).to(tl.float32) + offset)
+        z = z * (w.to(tl.float32) + offset)
     if HAS_BIAS:
-        z = z + tl.load(b_ptr + c * b_c, mask=c < C, other=0.0).to(tl.float32)
+        z = z + b.to(tl.float32)
     return z
 
 
@@ -66,8 +76,11 @@ def _norm_fwd(
     y_ptr, total_ptr, mean_ptr, rstd_ptr, x_ptr, r_ptr, w_ptr, b_ptr,
     x_inner, x_o, x_i, x_c, r_inner, r_o, r_i, r_c, w_c, b_c, N, C, eps, offset,
     X_SPLIT: tl.constexpr, R_SPLIT: tl.constexpr, CENTRE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        cuda.gdc_wait()  # all that the kernel before has written is there
     n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, BLOCK)[None, :]
     mask = (n < N)[:, None] & (c < C)
@@ -75,6 +88,9 @@ def _norm_fwd(
     if HAS_RESIDUAL:  # the sum is rounded before it is normalised, as without fusion
         r_row = _offset(n, r_inner, r_o, r_i, R_SPLIT)[:, None]
         r = tl.load(r_ptr + r_row + c.to(tl.int64) * r_c, mask=mask, other=0.0).to(tl.float32)
+    if AHEAD:
+        w, b = _scale(w_ptr, b_ptr, w_c, b_c, c, C, HAS_WEIGHT, HAS_BIAS)
+    if HAS_RESIDUAL:
         x = (x.to(tl.float32) + r).to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + n[:, None] * C + c, x, mask=mask)
     z = x.to(tl.float32)
@@ -84,7 +100,9 @@ def _norm_fwd(
         z = tl.where(c < C, z - mean[:, None], 0.0)
     rstd = 1.0 / tl.sqrt(tl.where(n < N, tl.sum(z * z, 1) / C + eps, 1.0))
     tl.store(rstd_ptr + n, rstd, mask=n < N)
-    y = _normed(z * rstd[:, None], w_ptr, b_ptr, w_c, b_c, c, C, offset, HAS_WEIGHT, HAS_BIAS)
+    if not AHEAD:
+        w, b = _scale(w_ptr, b_ptr, w_c, b_c, c, C, HAS_WEIGHT, HAS_BIAS)
+    y = _normed(z * rstd[:, None], w, b, offset, HAS_WEIGHT, HAS_BIAS)
     tl.store(y_ptr + n[:, None] * C + c, y, mask=mask)
 
 
@@ -151,6 +169,12 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+@functools.cache
+def hopper(device: torch.device) -> bool:
+    """Whether a kernel may be launched while the one before it ends (programmatic dependent launch)."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def tuning(C: int, itemsize: int) -> Tuning:
     return next(t for t in (TUNING_WIDE if itemsize > 2 else TUNING) if t.columns >= C)
 
@@ -165,6 +189,7 @@ def forward(y, total, mean, rstd, x, residual, weight, bias, eps: float, offset:
     """Fills y, total, mean and rstd."""
     C, N = x.shape[-1], x.shape[:-1].numel()
     rows, block = block_of(C)
+    early = N <= FEW and hopper(x.device)
     x, x_strides, x_split = rows_of(x)
     residual, r_strides, r_split = rows_of(residual)
     _norm_fwd[(cdiv(N, rows),)](
@@ -172,7 +197,8 @@ def forward(y, total, mean, rstd, x, residual, weight, bias, eps: float, offset:
         0 if weight is None else weight.stride(0), 0 if bias is None else bias.stride(0), N, C, eps, offset,
         X_SPLIT=x_split, R_SPLIT=r_split, CENTRE=centre, HAS_RESIDUAL=residual is not None,
         HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, ROWS=rows, BLOCK=block,
-        num_warps=tuning(C, x.element_size()).forward_warps,
+        AHEAD=N <= FEW, num_warps=tuning(C, x.element_size()).forward_warps, EARLY=early,
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
 
 

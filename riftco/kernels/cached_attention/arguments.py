@@ -66,6 +66,10 @@ class Inputs:
         return self.k_cache.shape[1] * (1 if self.block_table is None else self.block_table.shape[1])
 
     @property
+    def n_slots(self) -> int:
+        return len(self.k_cache if self.block_table is None else self.block_table)
+
+    @property
     def softmax_scale(self) -> float:
         return self.D**-0.5 if self.scale is None else self.scale
 
@@ -88,7 +92,7 @@ class Inputs:
             total=len(self.q),
             total_k=len(self.k),
             n=self.runs,
-            n_slots=len(self.k_cache if self.block_table is None else self.block_table),
+            n_slots=self.n_slots,
             each=len(self.q) // runs,
             each_k=len(self.k) // runs,
             capacity=self.capacity,

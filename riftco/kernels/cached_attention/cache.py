@@ -57,10 +57,12 @@ class Cache:
     Attributes:
         layers: one a layer of the model.
         block_table: int32 [slots, max_pages], the pages of each slot; None where a slot is one piece.
+        arrived: int32 [slots, K], 0 between calls: scratch of decode_with_cache on CUDA, which makes its own if None.
     """
 
     layers: tuple[CacheLayer, ...]
     block_table: Tensor | None = None
+    arrived: Tensor | None = None
 
     @classmethod
     def allocate(
@@ -113,7 +115,7 @@ class Cache:
             k, v = rows(D, STORED[dtype]), rows(D, STORED[dtype])
             scales = (rows(D // spec.BLOCK, torch.float16) for _ in range(2 if dtype == "q8_0" else 0))
             layers.append(CacheLayer(k, v, *scales))
-        return cls(tuple(layers), table)
+        return cls(tuple(layers), table, torch.zeros((slots, K), dtype=torch.int32, device=device))
 
     @property
     def window(self) -> int:

@@ -8,6 +8,7 @@ from .._launch import next_power_of_2, on
 from . import backward as backward_kernels
 from . import forward as forward_kernels
 from .arguments import Inputs
+from .tiles import quantize
 from .write import SMALLEST
 
 
@@ -37,19 +38,12 @@ def _write_row(
         x = tl.load(x_ptr + h * stride_xh + col * stride_xd, mask=mask, other=0.0)
         at = to_ptr + h * stride_h + col
         if QUANTIZED:
-            x = x.to(tl.float32)
-            scale = tl.div_rn(tl.max(tl.abs(x), 2), tl.full([HEADS, PAD // 32], 127.0, tl.float32))
-            usable = (scale >= SMALLEST) & (scale < float("inf"))
-            inverse = tl.div_rn(tl.full([HEADS, PAD // 32], 1.0, tl.float32), tl.where(usable, scale, 1.0))
-            ratio = tl.where(usable[:, :, None], x * inverse[:, :, None], 0.0)
-            size = tl.abs(ratio)
-            whole = tl.floor(size)
-            code = tl.minimum(whole + tl.floor((size - whole) * 2.0), 127.0)
-            tl.store(at, tl.where(ratio < 0.0, -code, code).to(tl.int8), mask=mask)
+            code, scale = quantize(x.to(tl.float32), SMALLEST)
+            tl.store(at, code, mask=mask)
             blocks = tl.arange(0, PAD // 32)[None, :]
             heads = (first + tl.arange(0, HEADS)).to(tl.int64)[:, None]
             tl.store(
-                scale_ptr + heads * stride_sh + blocks, scale.to(tl.float16),
+                scale_ptr + heads * stride_sh + blocks, scale,
                 mask=ok & (heads < K) & (blocks * 32 < D),
             )  # fmt: skip
         else:

@@ -159,26 +159,28 @@ def attention_with_cache(
     of = cache.layers[layer]
     # what a backward reads never changes, so other rows may be written before it runs: no shared version counter
     rows = tuple(None if t is None else t.data for t in (of.k, of.v, of.k_scale, of.v_scale, cache.block_table))
-    _check(q, k_new, v_new, rows, slots, positions, cu_seqlens_q, cu_seqlens_k, scale, window, softcap, sinks, impl)
+    options = (scale, window, softcap, sinks, impl)
+    check("attention_with_cache", q, k_new, v_new, rows, slots, positions, cu_seqlens_q, cu_seqlens_k, *options)
     if max_seqlen_q is not None:
         whole("attention_with_cache", "max_seqlen_q", max_seqlen_q, "at least 0, or None", least=0)
     if max_seqlen_q is None or cu_seqlens_q is None:
         padded = cu_seqlens_q is not None and q.device.type == "xla"
         max_seqlen_q = q.shape[0] if padded else -(-q.shape[0] // max(len(slots), 1))
     places = (*rows, slots, positions, cu_seqlens_q, cu_seqlens_k)
-    options = (scale, window[0], softcap, max_seqlen_q)
-    args: tuple[Any, ...] = (q, k_new, v_new, *places, sinks, *options)
+    how = (scale, window[0], softcap, max_seqlen_q)
+    args: tuple[Any, ...] = (q, k_new, v_new, *places, sinks, *how)
     if impl == "spec":
         out, lse = spec.forward(*args)
     elif needs_grad(q, k_new, v_new, sinks):
-        out, lse = CachedAttention.apply(q, k_new, v_new, sinks, *places, options)
+        out, lse = CachedAttention.apply(q, k_new, v_new, sinks, *places, how)
     else:
         out, lse = fwd(*args)
     return (out, lse) if return_lse else out
 
 
-def _check(q, k, v, rows, slots, positions, cu_q, cu_k, scale, window, softcap, sinks, impl) -> None:
-    name, (k_cache, v_cache, k_scale, v_scale, table) = "attention_with_cache", rows
+def check(name, q, k, v, rows, slots, positions, cu_q, cu_k, scale, window, softcap, sinks, impl) -> None:
+    """Refuse what does not fit. name: the function that says so; rows: the layer's four tensors and the block table."""
+    k_cache, v_cache, k_scale, v_scale, table = rows
     if not (floating(q) and floating(k) and floating(v)) or not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"{name}: q, k_new, v_new must share a floating dtype; got {given(q, k, v)}")
     if not q.dim() == k.dim() == v.dim() == 3 or k.shape != v.shape or q.shape[2:] != k.shape[2:] or not q.shape[2]:

@@ -9,6 +9,7 @@ import torch
 ROW_PRODUCTS = 8192  # elements that a program multiplies at once where no matrix unit serves
 DECODE_ROWS = 8  # rows of a run up to which it counts as decoding
 LEAST_CHUNK = 512  # cached rows of a piece, at least
+DECODE_TILE = 64  # query rows times heads of a group that one program of a decoding step takes
 ENOUGH = 200 << 10  # bytes of shared memory that a block has on datacentre GPUs since Hopper
 MOST_PIECES = 64  # more pieces a row cost more to join than they gain
 
@@ -114,3 +115,22 @@ def plan(
     chunk = max(-(-reach // max(pieces, 1) // cut.N) * cut.N, cut.N)
     pieces = max(-(-reach // chunk), 1) + (2 if left is not None else 1)  # a window may start within a chunk
     return Plan(cut, n_tiles, pieces, chunk, n_tiles * K * pieces, decode)
+
+
+def decode_plan(
+    dtype: torch.dtype, D: int, *, runs: int, each: int, K: int, G: int, prefix: int, left: int | None, quantized: bool
+) -> Plan | None:
+    """How one launch of a decoding step is cut; None where its tile does not fit one.
+
+    `pieces` is what the longest prefix is cut into: a shorter one into fewer, each of half to one and a half chunks, by
+    its own length and that of a slot alone.
+    """
+    rows = each * G
+    cut = tile("decode", dtype, D, quantized)
+    if cut.M == 1 or each > DECODE_ROWS or rows > DECODE_TILE:
+        return None
+    M = max(16, 1 << (rows - 1).bit_length())
+    reach = prefix if left is None else min(prefix, left + cut.N)  # its first block may begin before the window
+    chunk = max(LEAST_CHUNK, -(-reach // (MOST_PIECES * cut.N)) * cut.N)
+    pieces = max(1, (reach + chunk // 2) // chunk)
+    return Plan(Tile(M, cut.N, cut.warps, cut.stages), runs, pieces, chunk, runs * K * pieces, True)

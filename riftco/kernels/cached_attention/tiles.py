@@ -189,6 +189,20 @@ def dequantize(rows, scale, dtype: tl.constexpr, PAD: tl.constexpr, QUANTIZED: t
 
 
 @triton.jit
+def quantize(x, SMALLEST: tl.constexpr):
+    """float32 [heads, blocks, 32] -> (codes, scales) with GGUF's arithmetic, as write.py has it. Bit for bit only
+    where a kernel is compiled without fused multiply-add."""
+    scale = tl.div_rn(tl.max(tl.abs(x), 2), tl.full([x.shape[0], x.shape[1]], 127.0, tl.float32))
+    usable = (scale >= SMALLEST) & (scale < float("inf"))
+    inverse = tl.div_rn(tl.full([x.shape[0], x.shape[1]], 1.0, tl.float32), tl.where(usable, scale, 1.0))
+    ratio = tl.where(usable[:, :, None], x * inverse[:, :, None], 0.0)
+    size = tl.abs(ratio)
+    whole = tl.floor(size)
+    code = tl.minimum(whole + tl.floor((size - whole) * 2.0), 127.0)
+    return tl.where(ratio < 0.0, -code, code).to(tl.int8), scale.to(tl.float16)
+
+
+@triton.jit
 def as_float16(q, scale):
     """bfloat16 query rows in float16, each brought into [1, 2) by a power of two, and the scale that undoes it."""
     q = q.to(tl.float32)
@@ -201,10 +215,8 @@ def as_float16(q, scale):
 
 
 @triton.jit
-def scores(q, k, scale, softcap, CAPPED: tl.constexpr):
-    """scale q k^T, capped where asked; in units of log 2, but for float32, where the rounding that costs shows."""
-    unit: tl.constexpr = 1.0 if q.dtype == tl.float32 else LOG2E
-    s = dot(q, tl.trans(k))
+def bent(s, scale, softcap, unit: tl.constexpr, CAPPED: tl.constexpr):
+    """q k^T -> scores: times the scale, capped where asked, in units of 1 / unit."""
     if CAPPED:
         s = s * (scale / softcap)
         y = s * s  # tanh: near 0, where 1 - 2 / (exp(2 s) + 1) loses all digits, by its series
@@ -213,6 +225,13 @@ def scores(q, k, scale, softcap, CAPPED: tl.constexpr):
     else:
         s = s * (scale * unit)
     return s
+
+
+@triton.jit
+def scores(q, k, scale, softcap, CAPPED: tl.constexpr):
+    """scale q k^T, capped where asked; in units of log 2, but for float32, where the rounding that costs shows."""
+    unit: tl.constexpr = 1.0 if q.dtype == tl.float32 else LOG2E
+    return bent(dot(q, tl.trans(k)), scale, softcap, unit, CAPPED)
 
 
 @triton.jit
