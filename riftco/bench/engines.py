@@ -99,6 +99,11 @@ def held_bytes(engine: Engine, reply: int) -> int:
     return adjoint_bytes(engine.model, reply) if reply > engine.learner.chunk else 0
 
 
+def graph_bytes(engine: Engine) -> int:
+    """What recorded learns hold for themselves, which no allocation shows."""
+    return 0 if engine.learner.step is None else engine.learner.step.pool_bytes
+
+
 class Whole:
     """Attention of all of a reply's rows at once over a slot's cached prefix, with a graph over the reply."""
 

@@ -24,6 +24,7 @@ from .engines import (
     LR,
     SEED,
     device_of,
+    graph_bytes,
     held_bytes,
     learning_engine,
     milliseconds,
@@ -37,8 +38,9 @@ from .rows import append, file_of, line
 
 COLUMNS = (
     "size", "layers", "method", "cache", "slots", "prompt", "reply", "learning", "tokens", "tokens_s", "p50_ms",
-    "p95_ms", "p99_9_ms", "longest_ms", "learns", "first_loss", "last_loss", "learn_ms", "plain_ms", "adjoint_mib",
-    "learn_peak_mib", "reserved_gib", "device", "machine", "date", "commit", "torch", "triton", "threads",
+    "p95_ms", "p99_9_ms", "longest_ms", "learns", "first_loss", "last_loss", "learn_ms", "plain_ms",
+    "graph_mib", "adjoint_mib", "learn_peak_mib", "reserved_gib", "device", "machine", "date", "commit", "torch",
+    "triton", "threads",
 )  # fmt: skip
 
 
@@ -72,7 +74,7 @@ def build(args: argparse.Namespace):
     return learning_engine(
         random_decoder(args),
         slots=args.slots, window=args.prompt + args.reply + args.tokens + 1, cache_dtype=args.cache, chunk=args.chunk,
-        recompute=args.recompute,
+        recompute=args.recompute, learn_graphs=not args.no_graphs,
     )  # fmt: skip
 
 
@@ -158,14 +160,16 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         "size": args.size, "layers": engine.model.config.num_layers, "method": args.method, "cache": args.cache,
         "device": device, "slots": args.slots, "prompt": args.prompt, "reply": args.reply,
         "adjoint_mib": held_bytes(engine, args.reply) / 2**20, "plain_ms": plain_ms(live),
-        "learn_peak_mib": "", "reserved_gib": "", **machine_columns(device),
+        "graph_mib": "", "learn_peak_mib": "", "reserved_gib": "", **machine_columns(device),
     }  # fmt: skip
     if device == "cuda":
+        learn_once(live)  # recorded from here on
         torch.cuda.empty_cache()
         held = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         learn_once(live)
-        common["learn_peak_mib"] = (torch.cuda.max_memory_allocated() - held) / 2**20
+        common["graph_mib"] = graph_bytes(engine) / 2**20
+        common["learn_peak_mib"] = (torch.cuda.max_memory_allocated() - held + graph_bytes(engine)) / 2**20
         common["reserved_gib"] = held / 2**30
     periods = {False: Period(), True: Period()}
     live.scheduler.duty.drop()  # a learn that compiles its kernels is no measure of one
@@ -186,6 +190,7 @@ def main(arguments: list[str] | None = None, folder: str | pathlib.Path = "bench
     options.add_argument("--tokens", type=int, default=128, help="of a neighbour's answer")
     options.add_argument("--chunk", type=int, default=512)
     options.add_argument("--recompute", action="store_true")
+    options.add_argument("--no-graphs", action="store_true", help="compute learns as they come")
     options.add_argument("--seconds", type=float, default=2.0, help="of a period, at least")
     options.add_argument("--periods", type=int, default=3, help="of each kind, taken in turns")
     args = options.parse_args(arguments)

@@ -2,6 +2,7 @@
 
 `python bench/learn_memory.py --size 4b --method nf4 --windows 8192 32768 --reply 512`. One slot is filled up to its
 window, and a reply is learned behind it. A learn's gradients are compared with the plain ones before anything is timed.
+What a recorded learn holds for itself (graph_mib) is part of its peak.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .engines import (
     LR,
     Wrong,
     device_of,
+    graph_bytes,
     held_bytes,
     learning_engine,
     milliseconds,
@@ -36,10 +38,9 @@ from .rows import append, file_of, line
 
 COLUMNS = (
     "size", "layers", "method", "cache", "slots", "window", "prefix", "reply", "chunk", "recompute", "status",
-    "why", "weights_gib",
-    "cache_gib", "reserved_gib", "learner_mib", "adjoint_mib", "learn_peak_mib", "plain_peak_mib", "learn_ms",
-    "gradients_ms", "plain_ms", "ratio", "first_loss", "last_loss", "cosine", "norm_ratio", "device", "machine",
-    "date", "commit", "torch", "triton", "threads",
+    "why", "weights_gib", "cache_gib", "reserved_gib", "learner_mib", "graph_mib", "adjoint_mib", "learn_peak_mib",
+    "plain_peak_mib", "learn_ms", "gradients_ms", "plain_ms", "ratio", "first_loss", "last_loss", "cosine",
+    "norm_ratio", "device", "machine", "date", "commit", "torch", "triton", "threads",
 )  # fmt: skip
 MIB, GIB = 2.0**20, 2.0**30
 
@@ -68,7 +69,7 @@ class Lesson:
         bank, learner = self.engine.bank, self.engine.learner
         lesson = self.engine._lesson(0, self.prefix, self.tokens, self.reply, None)
         assert bank.shadow(ADAPTER)
-        return learner._gradients([lesson], ADAPTER, len(self.reply))
+        return float(learner._gradients([lesson], ADAPTER, len(self.reply)))
 
     def plain(self) -> float:
         """One graph over the whole reply: what a learn is measured against; gradients are left on the shadow."""
@@ -85,6 +86,9 @@ class Lesson:
 
 def agreement(lesson: Lesson) -> dict[str, float]:
     """Cosine and norm ratio of a learn's gradients to the plain ones."""
+    for _ in range(2):  # the third time they are recorded, where they are at all
+        lesson.gradients()
+        lesson.taken()
     losses = [lesson.gradients()]
     ours = lesson.taken()
     losses.append(lesson.plain())
@@ -119,7 +123,7 @@ def measure(engine: Engine, reply: int, repeats: int) -> dict[str, Any]:
         lesson.taken()
 
     losses, learner = [first], held(kind) - reserved
-    peak = timing.peak_bytes(lambda: losses.append(lesson.learn().loss_before), kind)
+    peak = timing.peak_bytes(lambda: losses.append(lesson.learn().loss_before), kind) + graph_bytes(engine)
     plain_peak = timing.peak_bytes(plain, kind)
     times = {
         "learn_ms": milliseconds(lambda: losses.append(lesson.learn().loss_before), device, repeats),
@@ -129,6 +133,7 @@ def measure(engine: Engine, reply: int, repeats: int) -> dict[str, Any]:
         raise Wrong(f"the loss does not fall over learns of one reply: {losses}")
     return {
         "status": "ok", "prefix": lesson.prefix, "reserved_gib": reserved / GIB, "learner_mib": learner / MIB,
+        "graph_mib": graph_bytes(engine) / MIB,
         "adjoint_mib": held_bytes(engine, reply) / MIB, "learn_peak_mib": peak / MIB,
         "plain_peak_mib": plain_peak / MIB, "ratio": times["learn_ms"] / times["plain_ms"],
         "first_loss": first, "last_loss": losses[-1], **times, **right,
@@ -148,6 +153,7 @@ def run(args: argparse.Namespace, out: pathlib.Path) -> int:
             chunk=args.chunk,
             learn_chunk=args.chunk,
             recompute=args.recompute,
+            learn_graphs=not args.no_graphs,
         )
         try:
             measured = measure(engine, args.reply, args.repeats)
@@ -161,7 +167,7 @@ def run(args: argparse.Namespace, out: pathlib.Path) -> int:
             "recompute": args.recompute, "weights_gib": weights / GIB, "cache_gib": engine.cache.nbytes / GIB,
             "device": device, **machine_columns(device), **measured,
         }  # fmt: skip
-        print(line(row, COLUMNS[:27]), flush=True)
+        print(line(row, COLUMNS[:28]), flush=True)
         append(out, COLUMNS, [row])
         status |= int(row["status"] != "ok")
         del engine
@@ -178,6 +184,7 @@ def main(arguments: list[str] | None = None, folder: str | pathlib.Path = "bench
     options.add_argument("--reply", type=int, default=16)
     options.add_argument("--chunk", type=int, default=512)
     options.add_argument("--recompute", action="store_true", help="run each block again in a learn's backward")
+    options.add_argument("--no-graphs", action="store_true", help="compute learns as they come")
     options.add_argument("--repeats", type=int, default=3, help="of what is timed")
     args = options.parse_args(arguments)
     if min(args.slots, args.reply, args.chunk, args.repeats) < 1 or min(args.windows) <= args.reply:

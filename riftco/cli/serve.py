@@ -77,6 +77,13 @@ def serve(
     cuda_graphs: Annotated[
         bool, Opt("--cuda-graphs/--no-cuda-graphs", help="Record decode steps on a GPU; replies do not depend on it.")
     ] = True,
+    learn_graphs: Annotated[
+        bool | None,
+        Opt(
+            "--learn-graphs/--no-learn-graphs",
+            help="Record the gradients of replies on a GPU, which keeps a learn's memory; default: as --cuda-graphs.",
+        ),
+    ] = None,
     weights: options.ServedWeights = "auto",
     device: options.Device = "auto",
     debug: options.Debug = False,
@@ -96,9 +103,9 @@ def serve(
     serve_forever(
         model, host=host, port=port, slots=slots, window=window, cache=cache, chunk=chunk, learn_chunk=learn_chunk,
         speculate=speculate, train_dir=train_dir, rank=rank, adapter=adapter, lr_max=lr_max, journal=journal,
-        api_key=api_key, admin_key=admin_key, insecure=insecure, cuda_graphs=cuda_graphs, weights=weights,
-        device=device, slot_save_path=slot_save_path, cors_origins=cors_origin or (), tls=tls, duty=learn_duty,
-        template=template, tuned=tuned, reasoning=reasoning_format == "auto",
+        api_key=api_key, admin_key=admin_key, insecure=insecure, cuda_graphs=cuda_graphs, learn_graphs=learn_graphs,
+        weights=weights, device=device, slot_save_path=slot_save_path, cors_origins=cors_origin or (), tls=tls,
+        duty=learn_duty, template=template, tuned=tuned, reasoning=reasoning_format == "auto",
     )  # fmt: skip
 
 

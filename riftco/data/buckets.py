@@ -97,3 +97,9 @@ def _eighths(n: int) -> int:
     """n, or up to an eighth more: a multiple of a sixteenth of the power of two above it."""
     unit = max(_power(n) // 16, 1)
     return -(-n // unit) * unit
+
+
+def halves(n: int) -> int:
+    """n, or up to a half more: a power of two, or three quarters of one."""
+    power = _power(n)
+    return 3 * power // 4 if n <= 3 * power // 4 else power

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import hashlib
 import itertools
 import math
 import numbers
+import os
 import re
 import threading
 from collections import OrderedDict
@@ -35,7 +37,7 @@ from .versions import State, Versions
 
 ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")  # also the name of a folder
 PREPARED = 8  # how many sets' layers are kept ready
-HASHERS = 8  # threads
+HASHERS = min(os.cpu_count() or 1, 16)  # threads
 
 
 @dataclass(frozen=True, order=True)
@@ -275,13 +277,17 @@ def digest(state: State) -> str:
     flat = {name: tensors.get(name, t).detach().cpu().contiguous().flatten() for name, t in state.items()}
     names = sorted(flat, key=lambda name: flat[name].numel(), reverse=True)
     shares = [names[i::HASHERS] for i in range(HASHERS)]  # of about as many bytes
-    with concurrent.futures.ThreadPoolExecutor(HASHERS) as pool:
-        made = pool.map(lambda share: [_sha256(flat[name]) for name in share], shares)
-        hashes = dict(zip(itertools.chain(*shares), itertools.chain(*made)))
+    made = _hashers().map(lambda share: [_sha256(flat[name]) for name in share], shares)
+    hashes = dict(zip(itertools.chain(*shares), itertools.chain(*made)))
     seen = hashlib.sha256()
     for name in sorted(state):
         seen.update(f"{name} {tuple(state[name].shape)} {state[name].dtype} {hashes[name]}\n".encode())
     return seen.hexdigest()
+
+
+@functools.cache
+def _hashers() -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(HASHERS, "riftco-hash")
 
 
 def _sha256(t: Tensor) -> str:

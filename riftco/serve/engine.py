@@ -17,6 +17,7 @@ from .bank import AdapterBank, AdapterSet
 from .batch import UNLABELLED, Batch, Refused, Run, ids_of, whole
 from .compiled import CompiledSteps
 from .decode_step import DecodeStep, Row, Served
+from .learn_step import LearnStep
 from .learner import Learner, LearnOutcome, Lesson
 from .slots import Slot, State
 from .store import Store, tokens_sha256
@@ -57,7 +58,10 @@ class Engine:
         compiled: whether batches of few rows on a CPU are decoded by the compiled step, built by this machine's C++
             compiler when it is first needed. None: where that can be, and `compiled_steps.off` says why not; True: or
             the engine is refused.
-        capture: how they are recorded; None: with CUDA graphs, where there is a GPU.
+        learn_graphs: whether the gradients of replies of one chunk are recorded on a GPU, too, one graph for each of a
+            few lengths (LearnStep). They keep what a learn's peak takes, and the adapter's gradients; where memory runs
+            out they are given back. What is learned does not depend on it. None: as `cuda_graphs`.
+        capture: how both are recorded; None: with CUDA graphs, where there is a GPU.
         options: of the Learner.
     """
 
@@ -75,6 +79,7 @@ class Engine:
         learn_chunk: int | None = None,
         store: Store | None = None,
         cuda_graphs: bool = True,
+        learn_graphs: bool | None = None,
         compiled: bool | None = None,
         capture: Capture | None = None,
         **options,
@@ -99,7 +104,11 @@ class Engine:
             raise ModelError(f"compiled=True: {self.compiled_steps.off}")
         if learn_chunk is None:
             learn_chunk = max(chunk, LEARN_CHUNK) if self.model.device.type == "cuda" else chunk
-        self.learner = Learner(self.bank, self.cache, chunk=learn_chunk, **options)
+        step = None
+        if capture is not None or self.model.device.type == "cuda":
+            wanted = cuda_graphs if learn_graphs is None else learn_graphs
+            step = LearnStep(self.bank, self.cache, graphs=wanted, capture=capture)
+        self.learner = Learner(self.bank, self.cache, chunk=learn_chunk, step=step, **options)
         self.store = store
         if store is not None:
             store.load(self.bank, self.learner)
@@ -235,6 +244,8 @@ class Engine:
         for slot in under:
             self.use(slot.id, ())
         self.learner.pupils.pop(adapter, None)
+        if self.learner.step is not None:
+            self.learner.step.forget(adapter)
         self.trainable = None if self.trainable == adapter else self.trainable
 
     def promote(self, adapter: str) -> int:

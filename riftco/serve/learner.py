@@ -25,6 +25,7 @@ from ..train.failures import diagnostic, out_of_memory
 from ..train.state import random_state, set_random_state
 from .bank import AdapterBank, AdapterSet, digest
 from .batch import UNLABELLED, Refused, check_weights, whole
+from .learn_step import LearnStep, Reply
 from .pupil import Moment, Pupil
 from .versions import State
 
@@ -84,6 +85,8 @@ class Learner:
         journal: how many steps can be undone.
         budget_bytes: the most that a reply's keys, values and adjoints may take; None: no limit.
         recompute: run each block again in the backward: less memory, more time.
+        step: computes the lessons that are one chunk behind a slot's rows alone, padded and recorded; None: they are
+            walked as all others.
         probe, probe_rise: rows of tokens [T] whose mean loss under the shadow may rise by so many nats over what it is
             under the base; a step that takes it further is undone.
     """
@@ -102,12 +105,14 @@ class Learner:
         recompute: bool = False,
         probe: Sequence[Tensor] = (),
         probe_rise: float = 0.1,
+        step: LearnStep | None = None,
     ):
         if chunk < 1 or journal < 0 or not 0 < lr_range[0] <= lr_range[1]:
             raise ValueError(f"Learner: {chunk=} must be 1 or more, {journal=} 0 or more, {lr_range=} rising, above 0")
         self.bank, self.cache, self.chunk, self.lr_range = bank, cache, chunk, lr_range
         self.gradient_clip, self.weight_decay = gradient_clip, weight_decay
         self.depth, self.budget_bytes, self.recompute = journal, budget_bytes, recompute
+        self.step = step
         self.probe, self.probe_rise = [t.to(bank.model.device) for t in probe], probe_rise
         self._probe_base: float | None = None
         self.pupils: dict[str, Pupil] = {}
@@ -147,13 +152,11 @@ class Learner:
             set_random_state(states, self.bank.model.device)  # dropout has drawn
 
         try:
-            loss = self._gradients_that_fit(lessons, adapter, labelled)
+            loss, norm, scale = self._step(lessons, adapter, labelled, None if dry_run else float(lr))
             version = self.bank.adapters[adapter].version
             outcome = LearnOutcome(True, loss_before=loss, n_labelled=labelled, adapter=adapter, version=version)
             if not dry_run:
-                for group in pupil.optimizer.param_groups:
-                    group["lr"] = float(lr)
-                norm, scale = (float(t) for t in pupil.optimizer.step())
+                assert norm is not None and scale is not None
                 if not scale or not math.isfinite(loss):
                     raise Refused(f"loss or gradient is not finite (loss {loss}); nothing was changed")
                 pupil.step += 1
@@ -176,6 +179,19 @@ class Learner:
             for p in pupil.shadow.values():
                 p.grad = None
         return outcome
+
+    def _step(
+        self, lessons: Sequence[Lesson], adapter: str, labelled: int, lr: float | None
+    ) -> tuple[float, float | None, float | None]:
+        """Loss, gradient norm and clip scale of an optimizer's step at a rate; without one, of none."""
+        loss = self._gradients_that_fit(lessons, adapter, labelled)
+        if lr is None:
+            return float(loss), None, None
+        optimizer = self.pupil(adapter).optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        norm, scale = optimizer.step()  # the host has it ready while a GPU computes gradients
+        return float(loss), float(norm), float(scale)
 
     def _guard(self, adapter: str) -> None:
         """Refuse a step that made the probe worse than allowed."""
@@ -271,8 +287,9 @@ class Learner:
                 f"{self.budget_bytes} allowed; send a shorter reply, or raise the budget"
             )
 
-    def _gradients_that_fit(self, lessons: Sequence[Lesson], adapter: str, labelled: int) -> float:
-        """`_gradients`, where memory runs out in chunks of half the rows, on which no gradient depends."""
+    def _gradients_that_fit(self, lessons: Sequence[Lesson], adapter: str, labelled: int) -> Tensor:
+        """`_gradients`; where memory runs out without recorded steps, then in chunks of half the rows, on which no
+        gradient depends."""
         state, given = random_state(self.bank.model.device), self.chunk
         while True:
             try:
@@ -281,32 +298,57 @@ class Learner:
                 if not out_of_memory(error):
                     raise
                 why = diagnostic(error)
-            longest = max(end - start for lesson in lessons for start, end in runs_of(lesson.label))
-            smaller = min(self.chunk, longest) // 2
-            if not smaller:
-                self.chunk = given
-                raise Refused(f"memory ran out even a row at a time, and nothing was changed: {why}")
-            log.warning("learning in chunks of %d rows from here on: %s", smaller, why)
-            self.chunk = smaller
+            if self.step is None or not self.step.give_back(why):
+                self._halve(lessons, given, why)
             for p in self.bank.shadow(adapter).values():
                 p.grad = None
             set_random_state(state, self.bank.model.device)
 
-    def _gradients(self, lessons: Sequence[Lesson], adapter: str, labelled: int) -> float:
+    def _halve(self, lessons: Sequence[Lesson], given: int, why: str) -> None:
+        longest = max(end - start for lesson in lessons for start, end in runs_of(lesson.label))
+        smaller = min(self.chunk, longest) // 2
+        if not smaller:
+            self.chunk = given
+            raise Refused(f"memory ran out even a row at a time, and nothing was changed: {why}")
+        log.warning("learning in chunks of %d rows from here on: %s", smaller, why)
+        self.chunk = smaller
+
+    def _gradients(self, lessons: Sequence[Lesson], adapter: str, labelled: int) -> Tensor:
         """Put the gradients of all lessons' mean loss on the shadow; the loss."""
         total = torch.zeros((), device=self.bank.model.device)
         for lesson in lessons:
-            ids, label, weight = self._there(lesson)
-            context = self._context(lesson, ids)
-            with self.bank.learning(lesson.key, adapter):
-                for start, end in runs_of(lesson.label):
-                    before = None if context is None or not start else context.first(start)
-                    total += walk(
-                        self.bank.model, ids[start:end], label[start:end], chunk=self.chunk,
-                        row_weight=None if weight is None else weight[start:end], denominator=labelled,
-                        before=before, recompute=self.recompute, **self._behind(lesson),
-                    ).loss  # fmt: skip
-        return float(total)
+            reply = self._alone(lesson)
+            if reply is None or self.step is None:
+                total += self._walked(lesson, adapter, labelled)
+            else:
+                total += self.step(
+                    reply, lesson.key, adapter, self.pupil(adapter), denominator=labelled, chunk=self.chunk,
+                    recompute=self.recompute,
+                )  # fmt: skip
+        return total
+
+    def _alone(self, lesson: Lesson) -> Reply | None:
+        """The lesson's labelled run, where that is one chunk behind its slot's rows alone."""
+        (start, end), *more = runs_of(lesson.label)
+        if start or more or self.step is None or not self.step.takes(end, self.chunk, lesson.prefix):
+            return None
+        weight = None if lesson.label_weight is None else lesson.label_weight[:end]
+        return Reply(lesson.slot, lesson.prefix, lesson.tokens[:end], lesson.label[:end], weight)
+
+    def _walked(self, lesson: Lesson, adapter: str, labelled: int) -> Tensor:
+        """The loss of a lesson's runs, chunk by chunk."""
+        total = torch.zeros((), device=self.bank.model.device)
+        ids, label, weight = self._there(lesson)
+        context = self._context(lesson, ids)
+        with self.bank.learning(lesson.key, adapter):
+            for start, end in runs_of(lesson.label):
+                before = None if context is None or not start else context.first(start)
+                total += walk(
+                    self.bank.model, ids[start:end], label[start:end], chunk=self.chunk,
+                    row_weight=None if weight is None else weight[start:end], denominator=labelled,
+                    before=before, recompute=self.recompute, **self._behind(lesson),
+                ).loss  # fmt: skip
+        return total
 
     def _context(self, lesson: Lesson, ids: Tensor) -> Rows | None:
         """The rows before the last labelled run, as serving makes them: what the runs after them are given."""
@@ -323,7 +365,7 @@ class Learner:
     @torch.no_grad()
     def _loss(self, lessons: Sequence[Lesson], adapter: str, labelled: int) -> float:
         """The loss alone, under the shadow as it is now."""
-        return self._gradients_that_fit(lessons, adapter, labelled)
+        return float(self._gradients_that_fit(lessons, adapter, labelled))
 
     def _there(self, lesson: Lesson) -> tuple[Tensor, Tensor, Tensor | None]:
         device = self.bank.model.device

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +21,28 @@ SLOTS = ("step", "exp_avg", "exp_avg_sq")  # what the optimizer keeps of a param
 
 @dataclass(frozen=True)
 class Moment:
-    """A shadow and its optimizer as they were after `step` steps. Shared by whoever asks for it: never written."""
+    """A shadow and its optimizer as they were after `step` steps. Shared by whoever asks for it: never written.
+
+    Its tensors are good for as long as it is held: their memory serves again once no Moment has `held`.
+    """
 
     step: int
     shadow: State
     optimizer: dict
     tensors: dict[str, Tensor]
+    held: object = None
+
+
+class _Held:
+    """Says that a room is taken, for as long as somebody has it."""
+
+
+@dataclass
+class _Room:
+    """The host's memory for a moment; for the optimizer's state once there is any."""
+
+    shadow: SideBySide
+    state: SideBySide | None = None
 
 
 class Pupil:
@@ -44,7 +61,9 @@ class Pupil:
         self.step = 0
         self.journal: deque[Moment] = deque()
         self._moments: SideBySide | None = None
-        self._newest: tuple[Any, State, dict[str, Tensor]] | None = None
+        self._newest: tuple[Any, State, dict[str, Tensor], _Held] | None = None
+        self._free: list[_Room] = []  # of moments that are no more
+        self._slots: list[tuple[Tensor, list[tuple[str, str, Tensor]]]] = []  # a parameter: slot, name, where it lies
         self._reserved = False
 
     def moment(self) -> Moment:
@@ -53,24 +72,27 @@ class Pupil:
         Made once for as long as nothing changes: what is written after one learn is what the next one goes back to.
         """
         held = self._lay()
-        now = [t._version for t in (*self.shadow.values(), *held.values())], list(held)
+        pieces = [*self.weights.pieces, *(self._moments.pieces if held and self._moments is not None else [])]
+        now = held, [piece._version for piece in pieces]  # which their views share
         if self._newest is None or self._newest[0] != now:
             self._newest = None  # its memory serves again where nobody else holds it
-            tensors: dict[str, Tensor] = {}
-            shadow = self.weights.on_host().views
-            if self._moments is not None and held:
-                copies = self._moments.on_host().views
-                tensors = {name: copies[name] for name in held}
-            self._newest = now, shadow, tensors
-        return Moment(self.step, self._newest[1], {"param_groups": self._groups(), "values": {}}, self._newest[2])
+            room = self._free.pop() if self._free else _Room(self.weights.host_room())
+            taken, copies = _Held(), {}
+            weakref.finalize(taken, self._free.append, room).atexit = False
+            if held:
+                room.state = self._laid().on_host(room.state)
+                copies = room.state.views
+            tensors = copies if len(held) == len(self._slots) else _of(copies, held)
+            self._newest = now, self.weights.on_host(room.shadow).views, tensors, taken
+        _, shadow, tensors, taken = self._newest
+        return Moment(self.step, shadow, {"param_groups": self._groups(), "values": {}}, tensors, taken)
 
     def reserve(self, moments: int) -> None:
-        """Have PyTorch hold pinned memory for so many moments: it is dear to get, and neighbours wait for it."""
+        """Take pinned memory for so many moments at once: it is dear to get, and neighbours wait for it."""
         if self.weights.cuda and not self._reserved:
             self._reserved = True
-            shapes = self.weights.shapes, self._shapes()
-            held = [SideBySide(some, "cpu", pinned=True) for _ in range(moments) for some in shapes]
-            del held  # to the allocator, which keeps it
+            laid = self._laid()
+            self._free += [_Room(self.weights.host_room(), laid.host_room()) for _ in range(moments)]
 
     def go_back(self, to: Moment) -> None:
         with torch.no_grad():
@@ -86,21 +108,35 @@ class Pupil:
         shapes = self.weights.shapes.values()
         return {_name(i, slot): () if slot == "step" else shape for i, shape in enumerate(shapes) for slot in SLOTS}
 
-    def _lay(self) -> dict[str, Tensor]:
-        """What the optimizer keeps, laid side by side where it was not: at first, and after a state was loaded."""
-        states = {i: self.optimizer.state[p] for i, p in enumerate(self.shadow.values()) if self.optimizer.state.get(p)}
-        if not states:
-            return {}
+    def _lay(self) -> list[int]:
+        """Lay what the optimizer keeps side by side where it is not: at first, and after a state was loaded. The
+        parameters, by number, of which it keeps anything."""
+        state = self.optimizer.state
+        held = [i for i, p in enumerate(self.shadow.values()) if state.get(p)]
+        if not held:
+            return held
+        laid = self._laid()
+        away = {}
+        for i in held:
+            p, slots = self._slots[i]
+            kept = state[p]
+            for slot, name, view in slots:
+                if kept[slot] is not view:
+                    away[name] = kept[slot]
+                    kept[slot] = view
+        laid.copy_(away)
+        return held
+
+    def _laid(self) -> SideBySide:
+        """Where the optimizer's state lies; taken when it is first asked for."""
         if self._moments is None:
             self._moments = SideBySide(self._shapes(), self.weights.device)
-        views, away = self._moments.views, {}
-        for i, state in states.items():
-            for slot in SLOTS:
-                if state[slot] is not views[_name(i, slot)]:
-                    away[_name(i, slot)] = state[slot]
-                    state[slot] = views[_name(i, slot)]
-        self._moments.copy_(away)
-        return {_name(i, slot): views[_name(i, slot)] for i in states for slot in SLOTS}
+            views = self._moments.views
+            self._slots = [
+                (p, [(slot, _name(i, slot), views[_name(i, slot)]) for slot in SLOTS])
+                for i, p in enumerate(self.shadow.values())
+            ]
+        return self._moments
 
     def _groups(self) -> list[dict[str, Any]]:
         """As in the optimizer's state_dict, without walking its state."""
@@ -110,6 +146,10 @@ class Pupil:
             made.append({**group, "params": list(range(n, n + count))})
             n += count
         return made
+
+
+def _of(copies: dict[str, Tensor], parameters: Iterable[int]) -> dict[str, Tensor]:
+    return {_name(i, slot): copies[_name(i, slot)] for i in parameters for slot in SLOTS}
 
 
 def _name(parameter: int, slot: str) -> str:

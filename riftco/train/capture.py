@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -55,6 +56,7 @@ class CudaCapture:
     def __init__(self, *, shared: bool = False):
         self._shared = shared
         self._pool: Any = None
+        self._made: weakref.WeakSet[CudaGraphed] = weakref.WeakSet()  # in that pool
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def why_not(self, device: torch.device) -> str:
@@ -71,15 +73,21 @@ class CudaCapture:
                 gc.collect()
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
-            if self._shared and self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
             collects = gc.isenabled()
             gc.disable()  # a collection while capturing might free what CUDA does not let go of then
             try:
-                return CudaGraphed(run, current, side, self._pool)
+                made = CudaGraphed(run, current, side, self._pool_now())
+                self._made.add(made)
+                return made
             finally:
                 if collects:
                     gc.enable()
+
+    def _pool_now(self) -> Any:
+        """One for as long as a graph lives in it: PyTorch takes none up again that all of them have left."""
+        if self._shared and not any(graph.live for graph in self._made):
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         """One for all captures: cuBLAS keeps a workspace for each."""
@@ -103,8 +111,9 @@ class CudaGraphed:
     """One torch.cuda.CUDAGraph."""
 
     def __init__(self, run: Callable[[], Any], current: torch.cuda.Stream, side: torch.cuda.Stream, pool: Any = None):
+        torch.cuda.empty_cache()  # as the capture does when it begins: what is taken from here on is its own
         before, numbers = torch.cuda.memory_reserved(), torch.cuda.get_rng_state(current.device)
-        self.graph = torch.cuda.CUDAGraph()
+        self.live, self.graph = True, torch.cuda.CUDAGraph()
         why = ""
         try:
             # the outer block puts the stream back where a failed capture leaves its own
@@ -125,5 +134,6 @@ class CudaGraphed:
         self.graph.replay()
 
     def reset(self) -> None:
+        self.live = False
         self.graph.reset()
         del self.output

@@ -9,7 +9,7 @@ adjoints, whatever lies before the run in a cache; the gradients are those of on
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -297,13 +297,18 @@ def _backward(model, input_ids, target, row_weight, denominator, span: Span, fir
             row_weight=None if row_weight is None else row_weight[start:end],
             denominator=denominator,
         )
-    roots, grads = run.surrogate()
+    differentiate(loss, *run.surrogate())
+    run.collect()
+    return torch.zeros((), device=hidden.device) if loss is None else loss.detach().float()
+
+
+def differentiate(loss: Tensor | None, roots: Sequence[Tensor] = (), grads: Sequence[Tensor] = ()) -> None:
+    """The backward of a chunk: from its loss, and from what later chunks put on its rows."""
+    roots, grads = list(roots), list(grads)
     if loss is not None and loss.requires_grad:
         roots, grads = [loss, *roots], [torch.ones_like(loss), *grads]
     if roots:
         torch.autograd.backward(roots, grads)
-    run.collect()
-    return torch.zeros((), device=hidden.device) if loss is None else loss.detach().float()
 
 
 def _hidden(model: Decoder, ids: Tensor, span: Span, first: int, attends: _Run | _Reading, recompute: bool) -> Tensor:

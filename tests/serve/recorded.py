@@ -78,6 +78,7 @@ class Recorded:
         for t in tree_flatten(self.output)[0]:
             t.fill_(torch.nan if t.is_floating_point() else -1)
 
+    @torch.no_grad()
     def replay(self):
         assert not self.resets, "a graph was used after it was given back"
         self.replays += 1

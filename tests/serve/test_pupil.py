@@ -138,14 +138,39 @@ def test_an_adapter_that_is_made_again_learns_on_its_own_weights():
     assert all(torch.equal(p, plain.bank.shadow("a")[n]) for n, p in made.bank.shadow("a").items())
 
 
+def test_memory_of_a_moment_serves_again_once_nobody_has_it(monkeypatch):
+    rooms, real = [], SideBySide.host_room
+    monkeypatch.setattr(SideBySide, "host_room", lambda self: (rooms.append(self), real(self))[1])
+    made, pupil = taught(0, journal=2)
+    states, kept = [], []
+    for step in range(9):
+        moment = pupil.moment()
+        states.append({n: t.clone() for n, t in (*moment.shadow.items(), *moment.tensors.items())})
+        if step == 3:
+            kept.append((moment, states[-1]))
+        del moment
+        assert made.learn(*WHERE, adapter="a", lr=1e-2).success
+    assert len(rooms) == 2 * 5, "the journal's, the newest one, the next, and one that somebody kept"
+    for moment, state in kept:
+        assert all(torch.equal(t, state[n]) for n, t in (*moment.shadow.items(), *moment.tensors.items()))
+    made.undo("a", 2)
+    after = pupil.moment()
+    assert all(torch.equal(t, states[7][n]) for n, t in (*after.shadow.items(), *after.tensors.items()))
+
+
+def test_an_adapter_that_does_not_learn_takes_no_memory_for_moments():
+    made = engine()
+    pupil = made.learner.pupil("a")
+    assert not pupil.moment().tensors and pupil._moments is None
+
+
 @pytest.mark.gpu
-def test_on_a_gpu_it_is_pinned_and_its_memory_is_kept():
+def test_on_a_gpu_it_is_pinned_and_waited_for():
     shapes = {"a": (300, 50), "b": (), "c": (40,)}
     laid = SideBySide(shapes, "cuda")
     values = {name: torch.randn(shape, device="cuda") for name, shape in shapes.items()}
     laid.copy_(values)
     copy = laid.on_host()
     assert all(torch.equal(copy.views[n], t.cpu()) and copy.views[n].is_pinned() for n, t in values.items())
-    where = copy.pieces[0].data_ptr()
-    del copy
-    assert laid.on_host().pieces[0].data_ptr() == where
+    laid.zero_()
+    assert laid.on_host(copy) is copy and not any(t.any() for t in copy.views.values())

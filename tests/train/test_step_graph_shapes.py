@@ -9,6 +9,7 @@ from riftco.models import Decoder, DecoderConfig
 from riftco.models.rotary import Rope
 from riftco.optim import Adam
 from riftco.train import Schedule, Trainer
+from riftco.train.capture import CudaCapture
 from riftco.train.step_graph import StepGraph
 
 
@@ -60,3 +61,31 @@ def test_a_resumed_run_is_bit_equal_where_its_shapes_were_larger_than_what_comes
     second.load_state_dict(*first.state_dict())
     second.run(3)
     assert equal(second, whole)
+
+
+class Graph:
+    """As much of a captured graph as its pool asks for."""
+
+    live = True
+
+
+def test_a_pool_is_shared_for_as_long_as_a_graph_lives_in_it(monkeypatch):
+    """PyTorch refuses to capture into a pool that all of its graphs have left."""
+    handles = iter(range(9))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    shared, own = CudaCapture(shared=True), CudaCapture()
+    first, second = Graph(), Graph()
+    assert shared._pool_now() == 0
+    shared._made.add(first)
+    assert shared._pool_now() == 0
+    shared._made.add(second)
+    first.live = False
+    assert shared._pool_now() == 0, "one is left"
+    second.live = False
+    assert shared._pool_now() == 1
+    third = Graph()
+    shared._made.add(third)
+    assert shared._pool_now() == 1
+    del third
+    assert shared._pool_now() == 2, "nobody gave it back, but it is gone"
+    assert own._pool_now() is None

@@ -27,10 +27,10 @@ def serve_forever(
     model: str, *, host: str, port: int, slots: int, window: int | None, cache: str, chunk: int,
     learn_chunk: int | None, speculate: int,
     train_dir: str | None, rank: int, adapter: str, lr_max: float, journal: int, api_key: str | None,
-    admin_key: str | None, insecure: bool, cuda_graphs: bool, weights: str, device: str,
-    slot_save_path: str | None = None, cors_origins: Sequence[str] = (), tls: Mapping[str, Any] | None = None,
-    duty: float = LEARN_DUTY, template: Mapping[str, Any] | None = None, tuned: str | None = None,
-    reasoning: bool = True,
+    admin_key: str | None, insecure: bool, cuda_graphs: bool, learn_graphs: bool | None, weights: str,
+    device: str, slot_save_path: str | None = None, cors_origins: Sequence[str] = (),
+    tls: Mapping[str, Any] | None = None, duty: float = LEARN_DUTY, template: Mapping[str, Any] | None = None,
+    tuned: str | None = None, reasoning: bool = True,
 ) -> None:  # fmt: skip
     """Until SIGINT or SIGTERM: what is being answered ends first, then what was learned is on disk already.
 
@@ -44,7 +44,7 @@ def serve_forever(
     store = None if train_dir is None else Store(train_dir, digest, model)
     engine = Engine(
         loaded.model, slots=slots, window=window, cache_dtype=cache, chunk=chunk, learn_chunk=learn_chunk,
-        store=store, journal=journal, lr_range=(1e-7, lr_max), cuda_graphs=cuda_graphs,
+        store=store, journal=journal, lr_range=(1e-7, lr_max), cuda_graphs=cuda_graphs, learn_graphs=learn_graphs,
     )  # fmt: skip
     if tuned is not None:
         adopt(engine, adapter, tuned)
