@@ -14,7 +14,8 @@ ROOM = 99 * 1024
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(
-    "call", ["bfloat16 float32 16", "bfloat16 bfloat16 64", "float16 float32 5", "float32 float32 256"]
+    "call",
+    ["bfloat16 float32 16", "bfloat16 float32 64", "bfloat16 bfloat16 64", "float16 float32 5", "float32 float32 256"],
 )
 def test_kernels_compile_within_shared_memory(call, capability):
     script = pathlib.Path(__file__).parent.parent / "compile_lora.py"

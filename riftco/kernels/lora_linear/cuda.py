@@ -87,7 +87,7 @@ def _down(x: Tensor, seed: Tensor | None, dropout_p: float, rows: Tensor | None,
     """dropout(x) A^T of all members side by side, [rows, sum of R], from one reading of x."""
     M, C = count(x, rows), x.shape[-1]
     ranks, R = _ranks(ws, 0)
-    tile = tiles.down(M, C, max(ranks), x.dtype.itemsize >= 4, len(ws))
+    tile = tiles.down(M, (C,), max(ranks), x.dtype.itemsize >= 4, len(ws))
     out = torch.empty(tile.splits, M, R, dtype=torch.float32 if tile.splits > 1 else ws[0].dtype, device=x.device)
     if M == 0:
         return out[0]
@@ -107,7 +107,7 @@ def _down_each(ts: list[Tensor], rows: Tensor | None, ws: list[Tensor], scales: 
     """scale * d_y B of all members side by side, [rows, sum of R]."""
     M, widths = count(ts[0], rows), tuple(t.shape[-1] for t in ts)
     ranks, R = _ranks(ws, 1)
-    tile = tiles.down(M, max(widths), max(ranks), ts[0].dtype.itemsize >= 4, 1, len(ts))
+    tile = tiles.down(M, widths, max(ranks), ts[0].dtype.itemsize >= 4)
     out = torch.empty(tile.splits, M, R, dtype=torch.float32 if tile.splits > 1 else ws[0].dtype, device=ts[0].device)
     if M == 0:
         return out[0]
@@ -175,7 +175,7 @@ def _up_each_alone(
             alone.up_each_alone[(cdiv(M, tile.BM * tile.tiles) * strips,)](
                 tuple(ys), tuple(None if b is None else b.contiguous() for b in biases), xa, tuple(ws),
                 tuple(w.stride()[::-1] for w in ws), ranks, tuple(scales), M, widths, R, strips,
-                tile.tiles, HELD=max(ranks) <= tile.BR, BM=tile.BM, BN=tile.BN, BR=tile.BR,
+                tile.tiles, HELD=tile.held, BM=tile.BM, BN=tile.BN, BR=tile.BR,
                 num_stages=1, num_warps=tile.warps,
             )  # fmt: skip
     return ys
@@ -187,13 +187,13 @@ def _up_alone(d_y: Tensor, seed: Tensor | None, dropout_p: float, g: Tensor | No
     M, C = d_y.shape[:-1].numel(), ws[0].shape[1]
     d_x = torch.empty(*d_y.shape[:-1], C, dtype=d_y.dtype, device=d_y.device)
     ranks, R = _ranks(ws, 0)
-    tile = tiles.alone(M, (C,), max(ranks), d_y.dtype.itemsize >= 4)
+    tile = tiles.alone(M, (C,), max(ranks), d_y.dtype.itemsize >= 4, len(ws))
     if d_x.numel():
         with on(d_y):
             alone.up_alone[(cdiv(M, tile.BM * tile.tiles) * cdiv(C, tile.BN),)](
                 d_x, seed, g, tuple(ws), tuple(w.stride() for w in ws), ranks, threshold(dropout_p),
                 inverse_keep(seed, dropout_p), M, C, R, tile.tiles, HAS_KEEP=seed is not None,
-                HELD=max(ranks) <= tile.BR, BM=tile.BM, BN=tile.BN, BR=tile.BR, num_stages=1, num_warps=tile.warps,
+                HELD=tile.held, BM=tile.BM, BN=tile.BN, BR=tile.BR, num_stages=1, num_warps=tile.warps,
             )  # fmt: skip
     return d_x
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from .._launch import cdiv
 
 PROGRAMS = 512  # a reduction is cut into pieces until there are so many: they are short, and wait for memory
-GRAD_PROGRAMS = 1024  # these are short and many: the partial sums they write are small beside what they read
-ALONE_PROGRAMS = 2048  # several for each place a large GPU has, so that the last ones are not waited for
+GRAD_PROGRAMS = 512
+ALONE_PROGRAMS = 1024  # several for each place a large GPU has, so that the last ones are not waited for
 GRAD_SPLITS = 16  # most partial sums of a gradient over the rows
 SPLIT_COLUMNS = 256  # fewest features, and rows, worth a partial sum
 SPLIT_ROWS = 256
@@ -24,25 +24,29 @@ class Tile:
     BN: int = 64
     splits: int = 1
     width: int = 64  # features of a split, whole tiles
-    tiles: int = 1  # of BN columns, one after another in a program
+    tiles: int = 1  # one after another in a program
+    held: bool = False  # all ranks at once, for the length of a program
     programs: int = 0  # without the splits
     warps: int = 4
     stages: int = 1
 
 
 @functools.lru_cache(1024)  # these are asked for each product of a step
-def down(M: int, C: int, R: int, wide: bool, together: int = 1, members: int = 1) -> Tile:
-    """x [M, C] A^T [C, R] of `together` adapters over one x, or of `members` each over its own; few rows share the
-    features out among programs. wide: x is float32, whose products are made outside the tensor cores and need more
-    registers."""
-    most = (32 if wide else 64) // (1 if together == 1 else 2 if together == 2 else 4)
+def down(M: int, widths: tuple[int, ...], R: int, wide: bool, together: int = 1) -> Tile:
+    """x [M, C] A^T [C, R] of `together` adapters over one x, or of one over each of several that are `widths` wide; few
+    rows share the features out among programs. wide: x is float32, whose products are made outside the tensor cores and
+    need more registers."""
+    most = (32 if wide else 64) // (1 if together == 1 else 2 if together < 4 else 4)
     BM, BR = _rows(M), _ranks(R, max(16, most))
+    held = together * BR <= (64 if wide else 96)  # that many ranks are on their way beside x, in 99 KiB
     BC = 64
-    programs = cdiv(M, BM) * cdiv(R, BR) * members
+    C = max(widths)
+    programs = cdiv(cdiv(M, BM) * cdiv(R, BR) * sum(widths), max(C, 1))  # as many as are C wide
     wanted = max(1, min(PROGRAMS // max(programs, 1), cdiv(C, SPLIT_COLUMNS)))
     width = max(1, cdiv(cdiv(C, BC), wanted)) * BC
     warps = _warps(BR * together, wide)
-    return Tile(BM, BC, BR, splits=max(1, cdiv(C, width)), width=width, warps=warps, stages=2 if wide else 3)
+    stages = 1 if not held else 2 if wide else 3
+    return Tile(BM, BC, BR, splits=max(1, cdiv(C, width)), width=width, warps=warps, stages=stages)
 
 
 @functools.lru_cache(1024)
@@ -52,11 +56,14 @@ def up(M: int, R: int) -> Tile:
 
 
 @functools.lru_cache(1024)
-def alone(M: int, widths: tuple[int, ...], R: int, wide: bool) -> Tile:
-    """y [M, N] = x A^T [M, R] B^T [R, N] of members N wide: bound by y's bytes."""
-    BM, BN = 64, 64 if wide else 128
+def alone(M: int, widths: tuple[int, ...], R: int, wide: bool, together: int = 1) -> Tile:
+    """y [M, N] = x A^T [M, R] B^T [R, N] of members N wide, or the sum of `together`: bound by y's bytes."""
+    ranks = together * _ranks(R, 256)
+    most = 32 if wide else 64
+    held = most >= R and ranks <= 256  # their columns fit 64 KiB, beside what is on its way out
+    BM, BN, BR = 64, 64 if wide or ranks > 128 else 128, _ranks(R, most if held else 32)
     made = cdiv(M, BM) * sum(cdiv(N, BN) for N in widths)
-    return Tile(BM, BR=_ranks(R, 64), BN=BN, tiles=max(1, min(8, made // ALONE_PROGRAMS)))
+    return Tile(BM, BR=BR, BN=BN, tiles=max(1, min(8, made // ALONE_PROGRAMS)), held=held)
 
 
 @functools.lru_cache(1024)
