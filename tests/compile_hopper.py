@@ -27,6 +27,16 @@ BIN = f"{triton.__path__[0]}/backends/nvidia/bin"
 
 def build(kernel: JITFunction, arguments: dict, options: dict) -> tuple[int, int, int, int]:
     """(shared memory, spilled bytes, local accesses in the main loops, warnings)."""
+    shared, said, sass = assembled(kernel, arguments, options)
+    return shared, spilled(said), local_in_loops(sass), len(re.findall(r"\(C75\d\d\)", said))
+
+
+def spilled(said: str) -> int:
+    return sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", said))
+
+
+def assembled(kernel: JITFunction, arguments: dict, options: dict) -> tuple[int, str, str]:
+    """(shared memory, what ptxas said, SASS)."""
     signature, constants, attributes = {}, {}, {}
     for at, p in enumerate(kernel.params):
         value = arguments.get(p.name, options.get(p.name))
@@ -50,8 +60,7 @@ def build(kernel: JITFunction, arguments: dict, options: dict) -> tuple[int, int
         sass = subprocess.run(
             [f"{BIN}/cuobjdump", "--dump-sass", cubin], capture_output=True, text=True, check=True
         ).stdout
-    spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", said))
-    return done.metadata.shared, spilled, local_in_loops(sass), len(re.findall(r"\(C75\d\d\)", said))
+    return done.metadata.shared, said, sass
 
 
 def local_in_loops(sass: str, longest: int = 1200) -> int:

@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 
 from riftco.kernels import _check
 
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg", "launch_cooperative_grid")
 TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
     torch.uint8: "u8", torch.int8: "i8", torch.bool: "i1",

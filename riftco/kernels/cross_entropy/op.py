@@ -67,6 +67,7 @@ fwd_bwd = define(
     fake=_fake_fwd_bwd,
     spec=f"{HERE}.spec:forward_backward",
     launchers=_launchers("forward_backward", FUSED),
+    routes=f"{HERE}.route:routes",
 )
 fwd_bwd_ = define(
     "cross_entropy_fwd_bwd_",
@@ -74,6 +75,7 @@ fwd_bwd_ = define(
     fake=_fake_fwd_bwd_,
     spec=f"{HERE}.spec:forward_backward_",
     launchers=_launchers("forward_backward_", FUSED),
+    routes=f"{HERE}.route:routes",
 )
 scale_ = define(
     "cross_entropy_scale_",

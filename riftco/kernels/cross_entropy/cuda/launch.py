@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..._launch import as_rows, on
 from .. import spec
+from ..route import of_call
 from ..spec import no_metrics
 from . import rows as kernels
 from .route import Plan, plan
@@ -53,6 +54,12 @@ def _rows(logits, row_weight, class_weight, options: tuple, fresh: bool, metrics
     return _Rows(x, (inner, outer, step, stride), row_weight, class_weight, weight_sum, numbers, flags, chosen, wide)
 
 
+def _in_use(rows: _Rows, metrics: bool) -> frozenset[str]:
+    used = {"metrics": metrics, "weight": rows.flags["CLASS"]}
+    used |= {"softcap": rows.flags["SOFTCAP"], "smoothing": rows.flags["SMOOTH"]}
+    return frozenset(name for name, held in used.items() if held)
+
+
 def _per_row(t: Tensor | None) -> tuple[Tensor | None, int]:
     """(tensor, its stride over rows): 0 for the expanded scalar that a sum or mean sends back."""
     if t is None or all(s == 0 for s in t.stride()):
@@ -75,6 +82,15 @@ def _forward(logits, target, row_weight, class_weight, d_loss, g: Tensor | None,
         else:
             g_strides = [inner * V, V, 1]
         up, stride_up = _per_row(d_loss)
+        ring = of_call(rows.x, N, rows.strides[:3], _in_use(rows, metrics)).ring
+        if g is not None and ring is not None:
+            from . import hopper
+
+            hopper.forward_backward(
+                rows.x, rows.strides[:3], g, (g_strides[0], g_strides[1]), target.contiguous(), rows.row_weight, up,
+                stride_up, out, options[0], options[2], options[4], ring,
+            )  # fmt: skip
+            return *out, *no_metrics(logits)
         with on(logits):
             kernels.forward_rows[(N,)](
                 rows.x, g, target.contiguous(), rows.row_weight, rows.class_weight, rows.weight_sum, up,

@@ -1,0 +1,94 @@
+"""Which CUDA kernel makes loss and gradient in one pass. Torch-only and pure: tests and explain() read it."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LINE = 64  # logits in a line of the ring, 128 bytes
+LEAST, FEW = 32000, 2048  # fewer classes, or fewer rows, have not been measured: what the ring gains there is unknown
+
+
+class Ring(NamedTuple):
+    """How cuda/hopper.py runs: warps that sum and that write, registers of a summing thread, lines of a slot, slots,
+    programs that divide a row among them, programs of a multiprocessor.
+    """
+
+    summing: int
+    writing: int
+    registers: int
+    lines: int
+    slots: int
+    parts: int
+    programs: int
+
+
+class Route(NamedTuple):
+    name: str
+    why: str
+    ring: Ring | None = None
+
+
+# classes up to which a row gets a ring; measured on an H200 at 32000 and 49152; 128256 and 151936; 262144. A part fills
+# at most 20 of the 26 slots, so that the next row is on its way while this one is written
+RINGS = (
+    (65536, Ring(4, 4, 96, 64, 13, 2, 2)),
+    (163840, Ring(8, 8, 96, 64, 26, 2, 1)),
+    (327680, Ring(8, 8, 96, 64, 26, 4, 1)),
+)
+
+
+@functools.lru_cache(1024)
+def route(
+    N: int, V: int, dtype: torch.dtype, capability: tuple[int, int] | None, aligned: bool = True,
+    options: frozenset[str] = frozenset(),
+) -> Route:  # fmt: skip
+    """The kernel's name and why.
+
+    "ring": on capability 9.0, rows of 16 bits, each logit read once into shared memory (cuda/hopper.py).
+    "rows": any other call; a program a row, the row read again from the L2 cache (cuda/rows.py).
+
+    Args:
+        capability: the GPU's compute capability; None where there is none.
+        aligned: whether rows begin at multiples of 16 bytes and their classes lie side by side.
+        options: names of the options in use, of those that cost the ring's kernel registers: metrics, softcap,
+            smoothing, weight.
+    """
+    reasons = (
+        (capability != (9, 0), f"capability is {capability}"),
+        (dtype not in (torch.float16, torch.bfloat16), f"{dtype} is not of 16 bits"),
+        (V % LINE != 0, f"{V} classes are no multiple of {LINE}"),
+        (RINGS[-1][0] < V, f"{V} classes are more than {RINGS[-1][0]}"),
+        (V < LEAST, f"{V} classes are fewer than {LEAST}"),
+        (N < FEW, f"{N} rows are fewer than {FEW}"),
+        (not aligned, "rows do not begin at multiples of 16 bytes"),
+        (bool(options), f"not with {', '.join(sorted(options))}"),
+    )
+    refused = next((text for held, text in reasons if held), "")
+    if refused:
+        return Route("rows", refused)
+    ring = next(ring for most, ring in RINGS if most >= V)
+    return Route("ring", f"capability 9.0, {dtype}, {V} classes", ring)
+
+
+def of_call(x: Tensor, N: int, strides: tuple[int, int, int], options: frozenset[str]) -> Route:
+    """For x whose rows `as_rows` describes with (inner, outer stride, inner stride)."""
+    if x.device.type != "cuda":
+        return Route("rows", "no GPU")
+    V = x.shape[-1]
+    beside = x.stride(-1) == 1 or V == 1
+    aligned = beside and x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in strides[1:])
+    return route(N, V, x.dtype, _capability(x.device), aligned, options)
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def routes(dtype: torch.dtype) -> list[tuple[str, str, str]]:
+    """(call, route, why) of common shapes on this machine's GPU, for explain()."""
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    found = [(N, V, route(N, V, dtype, capability)) for N, V in ((8192, 32000), (8192, 128256), (8192, 50257))]
+    return [(f"{N} rows of {V} classes", one.name, one.why) for N, V, one in found]
