@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 LINE = 64  # logits in a line of the ring, 128 bytes
-LEAST, FEW = 32000, 2048  # fewer classes, or fewer rows, have not been measured: what the ring gains there is unknown
+LEAST, FEW = 32000, 4096  # fewer classes, or fewer rows, have not been measured: what the ring gains there is unknown
 
 
 class Ring(NamedTuple):
