@@ -18,7 +18,8 @@ class _Runs(threading.local):
     last = False  # a block's last product
     unread = False  # that product in a replay
     wanted = False  # what a last product has read is unpacked, and a replay may make it on the way
-    read: Tensor | None = None  # what it has made
+    products = 0  # last products that a replay has come to since
+    read: Tensor | None = None  # what the only one has read
 
 
 _runs = _Runs()
@@ -103,8 +104,9 @@ def recomputed(h: Tensor) -> Iterator[None]:
 
 def _unpacked(node: Any, last: bool) -> tuple[tuple[Tensor | None, ...], Tensor | None]:
     """What an activation's maker saved. A checkpointed block is run again for that, and its backward begins with its
-    last product: what that reads then need not be made a third time."""
-    _runs.wanted = last
+    last product: what that reads then need not be made a third time. Where a checkpoint is over several blocks nothing
+    says whose it is."""
+    _runs.wanted, _runs.products = last, 0
     try:
         return node.saved_tensors, _runs.read
     finally:
@@ -145,7 +147,8 @@ def last_product(layer: nn.Module, x: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or may is None or not may():
         return layer(x)
     if _runs.wanted:
-        _runs.read = x.detach()
+        _runs.products += 1
+        _runs.read = x.detach() if _runs.products == 1 else None
     _runs.last, _runs.unread = True, _runs.replay
     try:
         return layer(x)

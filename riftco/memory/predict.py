@@ -108,8 +108,9 @@ def _measured(
             trace.is_late = True
             late.__enter__()
 
-    middle = model.model.layers[(config.num_layers - 1) // 2]
-    hook = middle.register_forward_hook(lambda module, args, out: out.register_hook(halfway) and None)
+    # a hook that is given what a block returns would be a reader of it, in replays too
+    behind_middle = [*model.model.layers, model.model.norm][(config.num_layers + 1) // 2]
+    hook = behind_middle.register_forward_pre_hook(lambda module, args: args[0].register_hook(halfway) and None)
     with trace:
         with trace.phase("forward"):
             loss = model.loss(ids, target_ids, n_labelled=batch * (tokens - 1))

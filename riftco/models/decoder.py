@@ -28,6 +28,7 @@ from ..functional import (
     swiglu,
 )
 from ..nn import Embedding, RMSNorm, linear_group
+from .calls import own_call, plain
 from .config import DecoderConfig
 from .errors import ModelError
 from .joined import product
@@ -172,12 +173,12 @@ class Block(nn.Module):
         if branch is None:
             h = self.input_layernorm(x)
         else:
-            h, x = self.input_layernorm(branch, x)  # the norm of their sum, and the sum
+            h, x = _normed(self.input_layernorm, branch, x)
         attended = self.self_attn(h, rotation, packing, cache)
         if not self.post_norms:
-            h, x = self.post_attention_layernorm(attended, x)
+            h, x = _normed(self.post_attention_layernorm, attended, x)
             return x, self.mlp(h)
-        h, x = self.pre_feedforward_layernorm(self.post_attention_layernorm(attended), x)
+        h, x = _normed(self.pre_feedforward_layernorm, self.post_attention_layernorm(attended), x)
         return x, self.post_feedforward_layernorm(self.mlp(h))
 
 
@@ -355,15 +356,15 @@ class Decoder(nn.Module):
         mode = checkpointing or (self.activation_checkpointing if cache is None else "disabled")
         mode = mode if torch.is_grad_enabled() else "disabled"
         more: dict[str, Any] = {"context_fn": _keep_attention} if mode == "selective" else {}
-        if mode == "block" and not torch.compiler.is_compiling():  # its partitioner leaves out what nobody reads
-            more = {"context_fn": _keep_nothing}
         replayed: Callable = checkpoint
         if mode != "disabled" and x.device.type == tpu.DEVICE_TYPE:
             if mode == "selective":
                 raise ModelError("activation_checkpointing='selective' is not made for tpu; use 'block' or 'disabled'")
             replayed, more = tpu.checkpoint, {}
             x = x if x.requires_grad else x.detach().requires_grad_()
-        open_ended = mode == "disabled" and not any(map(_watched, self.model.layers))
+        open_ended = mode == "disabled" and all(plain(layer, Block) for layer in self.model.layers)
+        # where a block is compiled, the partitioner leaves out what nobody reads
+        spares = mode == "block" and replayed is checkpoint and not torch.compiler.is_compiling()
         branch = None
         for i, layer in enumerate(self.model.layers):
             turn = local if i in self.config.sliding_layers else rotation
@@ -372,8 +373,10 @@ class Decoder(nn.Module):
             elif mode == "disabled":
                 x = layer(x, turn, packing, cache)
             else:
+                if spares:
+                    more = {"context_fn": _keep_nothing} if _ends_unread(layer) else {}
                 x = replayed(layer, x, turn, packing, cache, use_reentrant=False, **more)
-        return self.model.norm(x) if branch is None else self.model.norm(branch, x)[0]
+        return self.model.norm(x) if branch is None else _normed(self.model.norm, branch, x)[0]
 
     def loss(
         self,
@@ -459,10 +462,17 @@ def _of_documents(
     return positions, ends.scatter_reduce(0, of, positions + 1, "amax")[of]
 
 
-def _watched(layer: nn.Module) -> bool:
-    """Whether somebody hooked, replaced or compiled its call."""
-    changed = "forward" in layer.__dict__ or layer._compiled_call_impl is not None
-    return changed or bool(layer._forward_hooks or layer._forward_pre_hooks)
+def _normed(norm: nn.Module, branch: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(norm of x + branch, x + branch): one launch, unless somebody sees or changes what the norm is given."""
+    if plain(norm, RMSNorm):
+        return norm(branch, x)
+    x = x + branch
+    return norm(x), x
+
+
+def _ends_unread(layer: nn.Module) -> bool:
+    """Whether nobody reads what the layer's last product gives but the sum that the layer returns."""
+    return own_call(layer, Block) and own_call(cast(Block, layer).mlp, MLP)
 
 
 def _keep_attention():
