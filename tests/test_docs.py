@@ -8,6 +8,7 @@ import re
 import pytest
 from typer.testing import CliRunner
 
+import riftco.functional
 from riftco.cli.app import app
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -48,6 +49,13 @@ def test_every_proof_exists():
         assert status.startswith(("met", "partly", "open")), f"{number}: {status}"
         assert status.startswith("open") or "`tests/" in status, f"{number} names no test"
     assert cited
+
+
+def test_every_public_function_is_on_the_map():
+    """docs/ops.md calls itself that; what attention has is on the page that it leads to."""
+    pages = [(ROOT / "docs" / page).read_text() for page in ("ops.md", "attention.md")]
+    named = set(re.findall(r"\w+", " ".join(pages)))
+    assert not [name for name in riftco.functional.__all__ if name not in named]
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

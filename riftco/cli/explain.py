@@ -42,8 +42,10 @@ def explain(
     """
     from ..train.use import explained
 
-    for row in explained(device, dtype, op, model):
+    rows = explained(device, dtype, op, model)
+    width = max(len(row["op"]) for row in rows)
+    for row in rows:
         if log_json:
             typer.echo(json.dumps(row))
         else:
-            typer.echo(f"{row['op']:28s} {row['device']:5s} {row['implementation']}  ({row['why']})")
+            typer.echo(f"{row['op']:{width}s} {row['device']:5s} {row['implementation']}  ({row['why']})")

@@ -81,7 +81,8 @@ def serve(
         bool | None,
         Opt(
             "--learn-graphs/--no-learn-graphs",
-            help="Record the gradients of replies on a GPU, which keeps a learn's memory; default: as --cuda-graphs.",
+            help="Record learns on a GPU, whose memory then stays taken; what is learned does not depend on it; "
+            "default: as --cuda-graphs.",
         ),
     ] = None,
     weights: options.ServedWeights = "auto",

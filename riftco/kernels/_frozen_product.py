@@ -14,7 +14,7 @@ from torch import Tensor
 from ._arguments import check_impl, floating, given
 from ._contract import Function, autocast, define, needs_grad, once_differentiable, same_device
 from ._frozen_weight import FrozenWeight
-from ._recompute import unread
+from ._recompute import unread, unwritten
 
 
 class Product(NamedTuple):
@@ -68,7 +68,7 @@ def define_product(
         @staticmethod
         def forward(*args):
             if unread():
-                return args[0].new_empty((*args[0].shape[:-1], args[count + 2 + n]))
+                return unwritten(args[0], args[count + 2 + n])
             return fwd(*args)
 
         @staticmethod

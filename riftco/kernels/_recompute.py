@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ._contract import checks_enabled
+
 
 class _Runs(threading.local):
     """What a thread runs: the backwards of a GPU's graphs have threads of their own."""
@@ -134,7 +136,8 @@ def last_product(layer: nn.Module, x: Tensor) -> Tensor:
 
     Checkpointing ends a replay once everything is there that was saved, and a layer saves after it has computed. So in
     a `replay` a layer that may saves what it ever does and leaves its product out: the result is memory that was not
-    written, and nothing reads it. What `recomputed` spares such a layer is then not made a third time either.
+    written. A block that reads it all the same, as a square or a norm of it does, gets gradients of whatever lies there
+    (of NaN with RIFTCO_CHECK=1). What `recomputed` spares such a layer is then not made a third time either.
 
     Args:
         layer: a LoRALinear without DoRA, an NF4Linear or a GGUFLinear that no hook watches; any other is just called.
@@ -172,3 +175,10 @@ def unwatched(layer: nn.Module) -> bool:
 def unread() -> bool:
     """Whether nobody reads the result of the layer that runs."""
     return _runs.unread
+
+
+def unwritten(x: Tensor, features: int) -> Tensor:
+    """[..., features] for x [..., C], in the place of a result that nobody reads; with RIFTCO_CHECK=1, who does read it
+    gets NaN."""
+    out = x.new_empty((*x.shape[:-1], features))
+    return out.fill_(torch.nan) if checks_enabled() else out

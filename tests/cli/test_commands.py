@@ -22,6 +22,12 @@ def test_every_command_explains_itself(riftco):
     assert riftco("--version").stdout.startswith("riftco 0.")
 
 
+def test_explain_keeps_its_columns(riftco):
+    """Calls with a route are named at length."""
+    lines = riftco("explain", "--device", "cuda", "--dtype", "bfloat16", "--op", "lora_linear").stdout.splitlines()
+    assert len(lines) > 4 and len({line.index(" cuda  ") for line in lines}) == 1
+
+
 def test_unknown_options_exit_with_2(riftco):
     assert "--nose" in riftco("finetune", "--nose", code=2).stderr
 

@@ -29,7 +29,7 @@ def test_the_ring_is_for_long_plain_rows_on_hopper():
     for N, V, dtype, capability, aligned, options, why in (
         (8192, 32000, BF, (8, 0), True, (), "capability"),
         (8192, 32000, BF, (10, 0), True, (), "capability"),
-        (8192, 32000, BF, None, True, (), "capability"),
+        (8192, 32000, BF, None, True, (), "none is here"),
         (8192, 32000, torch.float32, (9, 0), True, (), "16 bits"),
         (8192, 50257, BF, (9, 0), True, (), "multiple"),
         (8192, 512, BF, (9, 0), True, (), "fewer"),

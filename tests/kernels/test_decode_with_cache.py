@@ -261,12 +261,13 @@ def test_errors():
         ({"q": q[:2]}, "as many rows of q as of k_new; got 2 and 4"),
         ({"rows": torch.arange(3)}, r"rows must be int32 or int64 \[4\]"),
         ({"sin": None}, "cos and sin come together"),
-        ({"cos": cos[:3]}, r"cos must be float32 \[4, R / 2\]"),
+        ({"cos": cos[:3]}, r"cos must be float32 \[4, P\], a row of rope_tables"),
         ({"sin": sin.double()}, "sin must be float32"),
-        ({"cos": torch.zeros(4, 17), "sin": torch.zeros(4, 17)}, "R <= 32"),
+        ({"cos": torch.zeros(4, 17), "sin": torch.zeros(4, 17)}, "2 P <= 32"),
         ({"slots": ints((1, 0, 1)), "positions": ints((1, 1, 1))}, "decode_with_cache: without cu_seqlens_q"),
         ({"q": q.detach().requires_grad_()}, "records no gradient"),
         ({"impl": "fast"}, "'fast'"),
+        ({"cache": q}, r"cache must be a riftco.functional.Cache; got torch.float32 \(4, 4, 32\)"),
         ({"rows": torch.arange(4, device="meta")}, "rows on meta"),
     ]:
         with pytest.raises(ValueError, match=text):

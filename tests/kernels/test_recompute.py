@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from riftco.functional import geglu, layer_norm, recomputed, rms_norm, swiglu
+from riftco.functional import geglu, last_product, layer_norm, recomputed, replay, rms_norm, swiglu
 from riftco.kernels.swiglu import op as swiglu_op
-from riftco.nn import LoRALinear, SwiGLU
+from riftco.nn import LoRALinear, NF4Linear, SwiGLU
 
 DEVICES = support.device_params(("cpu", "cpu-triton", "cuda"))
 ACTIVATIONS = {
@@ -196,3 +196,20 @@ def test_a_graph_without_a_backward_dies_with_its_last_name():
     seen = weakref.ref(out.untyped_storage())
     del h, out
     assert seen() is None
+
+
+@pytest.mark.parametrize("adapted", [True, False])
+def test_who_reads_a_last_product_in_a_replay_gets_nan_where_checks_are_asked_for(adapted, monkeypatch):
+    """And who reads none, the gradients of the layer called by itself."""
+    monkeypatch.setenv("RIFTCO_CHECK", "1")
+    base = NF4Linear.from_linear(nn.Linear(64, 64))
+    layer = LoRALinear(base, rank=4, alpha=8) if adapted else base
+    x = torch.randn(3, 64, requires_grad=True)
+
+    def gradient(block):
+        y = checkpoint(block, x, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), replay()))
+        return torch.autograd.grad(y.sum(), x)[0]
+
+    (plain,) = torch.autograd.grad((x + layer(2 * x)).sum(), x)
+    assert torch.equal(gradient(lambda x: x + last_product(layer, 2 * x)), plain)
+    assert gradient(lambda x: x + last_product(layer, 2 * x).square()).isnan().all()

@@ -256,7 +256,7 @@ assert (y - want).norm() < 0.2 * want.norm()
     ids=lambda value: ",".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )
 def test_on_a_gpu_it_is_within_ten_percent_of_the_allocators_peak(tmp_path, options, tokens, batch):
-    """Of a model of 8B's width with four layers and a vocabulary of 32,000."""
+    """Of a model of 8B's width with six layers and a vocabulary of 32,000."""
     shape = {**LARGE, "num_hidden_layers": 6, "vocab_size": 32_000}
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()

@@ -1,8 +1,10 @@
 """Errors, keys, limits, and learning on its own route."""
 
+import asyncio
 import itertools
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -11,8 +13,10 @@ from server import WINDOW, served, service
 from riftco.serve import LearnOutcome
 from riftco.serve.http import Limits
 from riftco.serve.http.auth import Keys, check_bind
-from riftco.serve.http.generation import Stops
+from riftco.serve.http.generation import End, Stops, generation
 from riftco.serve.http.models import LearnOptions
+from riftco.serve.requests import Finished, Request, Ticket
+from riftco.serve.sampling import Chosen
 
 ASK = [{"role": "user", "content": "Where is the key?"}]
 REPLY = [*ASK, {"role": "assistant", "content": "On the hook."}]
@@ -334,3 +338,30 @@ def test_half_characters_have_their_own_bytes(client, tokenizer):
     assert bytes(entry["bytes"]) == tokenizer.bytes_of(ids[0]) != "\ufffd".encode()
     (top,) = entry["top_logprobs"]
     assert top["token"] == bytes(top["bytes"]).decode(errors="replace")
+
+
+def test_what_is_learned_is_no_part_of_the_replys_time(tokenizer, monkeypatch):
+    """`timings` is of the tokens; how long the learn took stands in its outcome."""
+    clock = [1.0]
+    monkeypatch.setattr("riftco.serve.http.generation.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    one, two = tokenizer.encode("ab cd")[:2]
+    ticket = Ticket(Request([1, 2], max_new_tokens=2))
+    coming = iter([(3.0, Chosen(one)), (4.5, Chosen(two)), (60.0, Finished("length", 0, 0, 2, LearnOutcome(True)))])
+
+    def step():
+        clock[0], event = next(coming)
+        ticket.put(event)
+
+    async def read():
+        parts = generation(ticket, tokenizer, [])
+        asyncio.get_running_loop().call_soon(step)
+        said = []
+        async for part in parts:
+            said.append(part)
+            if not isinstance(part, End):
+                step()
+        return said[-1]
+
+    end = asyncio.run(read())
+    assert end.tokens == 2 and end.learn is not None
+    assert (end.seconds_prompt, end.seconds_text) == (2.0, 1.5)

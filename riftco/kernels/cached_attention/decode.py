@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .._arguments import flags, floating, given, indices, whole
+from .._arguments import flags, floating, given, indices
 from .._contract import define, needs_grad, same_device, write
 from . import compose
-from .op import check
+from .op import check, layer_of
 
 if TYPE_CHECKING:
     from .cache import Cache
@@ -68,7 +68,8 @@ def decode_with_cache(
         positions: [R] int32 or int64: the position of each run's first new row, which is its prefix length.
         rows: [T] int32 or int64: where the new rows are stored, as Cache.rows makes them; -1: nowhere. A row that a
             run of this call sees may be replaced by a new one of the same run.
-        cos: [T, R / 2] float32, the rotation of each row, as a row of `rope_tables`; None: q and k_new are turned.
+        cos: [T, P] float32, P pairs of the head dim that turn, 2 P <= D: `rope_tables`' row of each token's position,
+            so cos[positions] with a row a run. None: q and k_new are turned already.
         sin: as cos.
         interleaved, scale, window, softcap, sinks: as rope and attention_with_cache have them.
         impl: "spec" runs the plain-torch meaning.
@@ -88,9 +89,7 @@ def decode_with_cache(
     """
     name = "decode_with_cache"
     flags(name, interleaved=interleaved)
-    count = len(cache.layers)
-    whole(name, "layer", layer, f"one of the cache's {count}", least=-count, most=count - 1)
-    of = cache.layers[layer]
+    of = layer_of(name, cache, layer)
     held = (of.k, of.v, of.k_scale, of.v_scale, cache.block_table)
     check(name, q, k_new, v_new, held, slots, positions, None, None, scale, window, softcap, sinks, impl)
     _check(q, k_new, v_new, rows, slots, cos, sin)
@@ -116,10 +115,12 @@ def _check(q, k, v, rows, slots, cos, sin) -> None:
         if table is None:
             continue
         if not floating(table) or table.dtype != torch.float32 or table.dim() != 2 or len(table) != len(q):
-            raise ValueError(f"{name}: {at} must be float32 [{len(q)}, R / 2]; got {given(table)}")
+            raise ValueError(
+                f"{name}: {at} must be float32 [{len(q)}, P], a row of rope_tables for each of q; got {given(table)}"
+            )
         if table.shape != cos.shape or 2 * table.shape[1] > q.shape[2] or (table.shape[1] > 1 and table.stride(1) != 1):
             raise ValueError(
-                f"{name}: cos and sin must be [{len(q)}, R / 2] with R <= {q.shape[2]}, rows contiguous; "
+                f"{name}: cos and sin must be [{len(q)}, P] with 2 P <= {q.shape[2]}, rows contiguous; "
                 f"got {tuple(cos.shape)} and {tuple(sin.shape)}"
             )
     same_device(name, q=q, rows=rows, cos=cos, sin=sin)

@@ -15,7 +15,7 @@ from .._contract import Function, autocast, define, needs_grad, once_differentia
 from . import spec
 
 if TYPE_CHECKING:
-    from .cache import Cache
+    from .cache import Cache, CacheLayer
 
 HERE = "riftco.kernels.cached_attention"
 CACHE = "Tensor k_cache, Tensor v_cache, Tensor? k_scale, Tensor? v_scale"
@@ -154,9 +154,7 @@ def attention_with_cache(
     q, k_new, v_new = autocast(q, k_new, v_new)
     if cu_seqlens_k is cu_seqlens_q:
         cu_seqlens_k = None  # launchers read None as cu_seqlens_q
-    count = len(cache.layers)
-    whole("attention_with_cache", "layer", layer, f"one of the cache's {count}", least=-count, most=count - 1)
-    of = cache.layers[layer]
+    of = layer_of("attention_with_cache", cache, layer)
     # what a backward reads never changes, so other rows may be written before it runs: no shared version counter
     rows = tuple(None if t is None else t.data for t in (of.k, of.v, of.k_scale, of.v_scale, cache.block_table))
     options = (scale, window, softcap, sinks, impl)
@@ -176,6 +174,16 @@ def attention_with_cache(
     else:
         out, lse = fwd(*args)
     return (out, lse) if return_lse else out
+
+
+def layer_of(name: str, cache: Cache, layer: int) -> CacheLayer:
+    """The cache's layer, or the refusal of what is none. name: the function that says so."""
+    layers = getattr(cache, "layers", None)
+    if not isinstance(layers, (tuple, list)):
+        raise ValueError(f"{name}: cache must be a riftco.functional.Cache; got {given(cache)}")
+    count = len(layers)
+    whole(name, "layer", layer, f"one of the cache's {count}", least=-count, most=count - 1)
+    return layers[layer]
 
 
 def check(name, q, k, v, rows, slots, positions, cu_q, cu_k, scale, window, softcap, sinks, impl) -> None:

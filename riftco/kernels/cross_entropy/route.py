@@ -56,6 +56,7 @@ def route(
             smoothing, weight.
     """
     reasons = (
+        (capability is None, "what any GPU would run, as none is here"),
         (capability != (9, 0), f"capability is {capability}"),
         (dtype not in (torch.float16, torch.bfloat16), f"{dtype} is not of 16 bits"),
         (V % LINE != 0, f"{V} classes are no multiple of {LINE}"),

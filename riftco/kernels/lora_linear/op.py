@@ -11,7 +11,7 @@ from .._arguments import flags
 from .._contract import Function, autocast, define, needs_grad, once_differentiable
 from .._frozen_product import bias_gradient
 from .._frozen_weight import DENSE, FrozenWeight
-from .._recompute import unread
+from .._recompute import unread, unwritten
 from . import spec
 from .base import dtypes, pack
 from .checks import check, check_magnitude
@@ -71,7 +71,7 @@ class LoRAGroup(Function):
             n, nothing = len(kinds), x.new_empty(0, x.shape[-1])
             bs = [b[:0] for b in lora_b]
             _, xa = fwd(x, [DENSE] * n, [nothing] * n, [], [None] * n, lora_a, bs, scales, seed, dropout_p, rows)
-            return *(x.new_empty((*x.shape[:-1], len(b))) for b in lora_b), xa
+            return *(unwritten(x, len(b)) for b in lora_b), xa
         ys, xa = fwd(x, kinds, weights, sizes, biases, lora_a, lora_b, scales, seed, dropout_p, rows)
         return *ys, xa
 

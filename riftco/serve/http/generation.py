@@ -124,7 +124,7 @@ async def generation(
     text, stops, shown, pending = Text(tokenizer), Stops(stop), "", list[Chosen]()
     special = (*(() if reader is None else reader.format.tokens), *(() if thoughts is None else MARKS))
     marks = tokenizer.ids_of(special)
-    began, first, ended = time.perf_counter(), None, None
+    began, first, last, ended = time.perf_counter(), None, None, None
     thought, thought_tokens = "", 0
 
     def split(more: str, final: bool) -> Iterator[str | Thought | Call]:
@@ -161,7 +161,8 @@ async def generation(
         if isinstance(event, Finished):
             ended = event
             break
-        first = first or time.perf_counter()
+        last = time.perf_counter()  # what is learned before the turn ends is no part of the reply's time
+        first = first or last
         if stops.found is not None or (reader is not None and reader.done):
             continue
         pending.append(event)
@@ -183,12 +184,12 @@ async def generation(
     for part in parts(rest, final=True):
         yield part
     now = time.perf_counter()
-    first = first or now
+    first, last = first or now, last or now
     why = "stop" if stops.found is not None else ended.why
     learn = ended.learn or ticket.known
     yield End(
         why=why, text=shown, tokens=len(ticket.tokens), prompt=ended.prompt, cached=ended.cached, slot=ended.slot,
-        learn=learn, seconds_prompt=first - began, seconds_text=now - first, stop_string=stops.found,
+        learn=learn, seconds_prompt=first - began, seconds_text=last - first, stop_string=stops.found,
         drafted=ended.drafted, accepted=ended.accepted, calls=len(calls),
         thought=thought, thought_tokens=thought_tokens,
     )  # fmt: skip
