@@ -16,7 +16,7 @@ from ._contract import checks_enabled
 class _Runs(threading.local):
     """What a thread runs: the backwards of a GPU's graphs have threads of their own."""
 
-    replay = False  # a block, again, for what its layers save: nobody reads what it returns
+    replays = 0  # blocks that run again, within each other, for what their layers save: nobody reads what they return
     last = False  # a block's last product
     unread = False  # that product in a replay
     wanted = False  # what a last product has read is unpacked, and a replay may make it on the way
@@ -115,20 +115,21 @@ def _unpacked(node: Any, last: bool) -> tuple[tuple[Tensor | None, ...], Tensor 
         _runs.wanted, _runs.read = False, None
 
 
-@contextlib.contextmanager
-def replay() -> Iterator[None]:
+class replay:
     """Within the with-block a checkpointed block runs again for its backward: the second context that checkpointing's
     `context_fn` gives.
 
         checkpoint(block, x, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), replay()))
 
-    Then the block's `last_product` leaves its result out of the replay.
+    Then the block's `last_product` leaves its result out of the replay. Checkpointing enters it for every backward
+    through a graph that is retained.
     """
-    before, _runs.replay = _runs.replay, True
-    try:
-        yield
-    finally:
-        _runs.replay = before
+
+    def __enter__(self) -> None:
+        _runs.replays += 1
+
+    def __exit__(self, *error: object) -> None:
+        _runs.replays -= 1
 
 
 def last_product(layer: nn.Module, x: Tensor) -> Tensor:
@@ -152,7 +153,7 @@ def last_product(layer: nn.Module, x: Tensor) -> Tensor:
     if _runs.wanted:
         _runs.products += 1
         _runs.read = x.detach() if _runs.products == 1 else None
-    _runs.last, _runs.unread = True, _runs.replay
+    _runs.last, _runs.unread = True, _runs.replays > 0
     try:
         return layer(x)
     finally:

@@ -173,7 +173,7 @@ class Block(nn.Module):
         if branch is None:
             h = self.input_layernorm(x)
         else:
-            h, x = _normed(self.input_layernorm, branch, x)
+            h, x = _normed(self.input_layernorm, x, branch)
         attended = self.self_attn(h, rotation, packing, cache)
         if not self.post_norms:
             h, x = _normed(self.post_attention_layernorm, attended, x)
@@ -376,7 +376,7 @@ class Decoder(nn.Module):
                 if spares:
                     more = {"context_fn": _keep_nothing} if _ends_unread(layer) else {}
                 x = replayed(layer, x, turn, packing, cache, use_reentrant=False, **more)
-        return self.model.norm(x) if branch is None else _normed(self.model.norm, branch, x)[0]
+        return self.model.norm(x) if branch is None else _normed(self.model.norm, x, branch)[0]
 
     def loss(
         self,
@@ -462,10 +462,11 @@ def _of_documents(
     return positions, ends.scatter_reduce(0, of, positions + 1, "amax")[of]
 
 
-def _normed(norm: nn.Module, branch: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """(norm of x + branch, x + branch): one launch, unless somebody sees or changes what the norm is given."""
+def _normed(norm: nn.Module, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+    """(norm of x + branch, x + branch): one launch, whose norm has x's dtype, unless somebody sees or changes what the
+    norm is given."""
     if plain(norm, RMSNorm):
-        return norm(branch, x)
+        return norm(x, branch)
     x = x + branch
     return norm(x), x
 

@@ -93,6 +93,33 @@ def test_the_last_norm_may_be_replaced(mode):
     assert_equal(learned(model, mode), plain)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_graph_that_is_retained_is_gone_through_again(mode):
+    model = adapted_decoder()
+    _, once = learned(model, mode)
+    loss = model.loss(IDS, IDS.roll(-1, 1))
+    some = [p for name, p in model.named_parameters() if "layers.0.mlp.down_proj.lora_B" in name]
+    parts = torch.autograd.grad(loss, some, retain_graph=True)
+    model.zero_grad()
+    with poisoned():
+        loss.backward(retain_graph=True)
+        loss.backward()
+    torch.testing.assert_close(parts[0], once["model.layers.0.mlp.down_proj.lora_B.weight"])
+    for name, grad in once.items():
+        torch.testing.assert_close(model.get_parameter(name).grad, 2 * grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_under_autocast_the_sums_and_the_last_norm_stay_wide():
+    """As without fusing them, which checkpointing is."""
+    model, seen = adapted_decoder(), []
+    for mode in MODES:
+        model.activation_checkpointing = mode
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            seen.append(model.hidden(IDS).detach())
+    assert seen[0].dtype == seen[1].dtype == torch.float32
+    assert torch.equal(*seen)
+
+
 def test_a_checkpoint_over_two_blocks_takes_each_product_for_its_own():
     """The backward begins with the first of them, where nothing but what it gives reaches the loss."""
     torch.manual_seed(0)
