@@ -140,17 +140,21 @@ class DecodeStep:
         key: AdapterSet,
         layers: Mapping[str, nn.Module],
         serving: Callable[[], AbstractContextManager],
+        tokens: Tensor | None = None,
     ) -> Served:
         """Write the rows into the cache, whose `reserve` has made room for them.
 
         Args:
             key, layers: the adapters that the slots serve under; `serving` puts those layers into the model.
+            tokens: int64 [n] on the device, in place of those of the rows, of which each has one.
         """
         most = max(len(row.tokens) for row in rows)
         shape = Shape(next(s for s in self.sizes if s >= len(rows)), 1 << (most - 1).bit_length())
         graph = None if self.off else self._graph(key, layers, shape, serving)
         buffers = self._of(shape)
         buffers.fill(rows)
+        if tokens is not None:
+            buffers.parts()[-1][: len(rows)].copy_(tokens)
         wanted = buffers.wanted(rows)
         if graph is None:
             self.eager += 1

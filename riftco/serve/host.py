@@ -16,10 +16,18 @@ class HostRow:
 
     def __call__(self, t: Tensor) -> list[int]:
         """The numbers in t [n], int64."""
+        return self.wait(self.begin(t))
+
+    def begin(self, t: Tensor) -> Tensor:
+        """Queue their copy behind the work; what `wait` takes."""
         if self._row is None or self._event is None:
-            return t.tolist()
+            return t
         row = self._row[: len(t)]
         row.copy_(t, non_blocking=True)
         self._event.record(torch.cuda.current_stream(t.device))
-        self._event.synchronize()
+        return row
+
+    def wait(self, row: Tensor) -> list[int]:
+        if self._event is not None:
+            self._event.synchronize()
         return row.tolist()

@@ -17,6 +17,7 @@ import torch
 from ..models import ModelError
 from ..models.kv_rows import Ring
 from ..train.duty import DutyCycle
+from .ahead import Ahead
 from .bank import AdapterSet
 from .batch import Batch, Refused, ids_of, whole
 from .draft import Draft
@@ -70,6 +71,7 @@ class Scheduler(Lessons):
         self.turns: dict[int, Turn] = {}
         self.tasks: deque[tuple[int | None, Callable[[], Any], Future]] = deque()
         self._work = threading.Condition()  # of what waits: who submits waits for no iteration
+        self.ahead = Ahead(engine)
         self._on_host = HostRow(len(engine.slots) * (1 + speculate), engine.model.device)
         self._thread: threading.Thread | None = None
         self._ticks = self._batches = 0
@@ -157,13 +159,18 @@ class Scheduler(Lessons):
             self._do_tasks()
             self._admit()
             self._finish()
-            batch, turns = self._batch()
-            if batch is None:
+            decoded, turns = self.ahead.take(list(self.turns.values()))
+            batch, turns = (None, turns) if decoded is not None else self._batch()
+            if not turns:
                 return bool(self.turns)
             try:
-                self._choose(self.engine.decode(batch), turns)
+                if decoded is None:
+                    assert batch is not None
+                    decoded = self.engine.decode(batch)
+                self._choose(decoded, turns)
             except Exception as why:  # the next batch may succeed
-                log.exception("a batch of %d rows failed", len(batch))
+                log.exception("a batch of %d slots failed", len(turns))
+                self.ahead.drop()
                 self._fail([turn for turn in turns if turn.why is None], why)
             self._finish()
             return True
@@ -396,11 +403,15 @@ class Scheduler(Lessons):
             drawn = decoded.likeliest
             if not all(turn.sampler.plain for turn in ready):
                 drawn = choose([turn.sampler for turn in ready], decoded.logits)
-            chosen = [[token] for token in self._on_host(drawn)]  # one wait for the device
+            row = self._on_host.begin(drawn)
+            if self.speculate == 0 and len(ready) == sum(turn.why is None for turn in self.turns.values()):
+                self.ahead.begin(ready, drawn)  # nobody else waits for rows
+            chosen = [[token] for token in self._on_host.wait(row)]  # one wait for the device
             for turn, (token,) in zip(ready, chosen):
                 turn.sampler.follow(token)
         for turn, start, tokens in zip(ready, starts, chosen):
             self._take(turn, decoded.logits, start, tokens)
+        self.ahead.told()
 
     def _take(self, turn: Turn, logits: torch.Tensor, start: int, tokens: list[int]) -> None:
         """Append tokens, chosen by logits [n, V] from row `start` on, to a turn's reply until it ends; rows of guesses
