@@ -39,7 +39,7 @@ class Merged:
             f"rounding took {lost:.2%} of it at most"
         ]
         if lost > 0.1:
-            lines.append(f"  {worst} lost that: so small a delta needs more bits (float32)")
+            lines.append(f"  {worst} lost that: so small a delta needs float32 (riftco merge --dtype fp32)")
         most = sorted(self.relative.items(), key=lambda item: -item[1])[:3]
         lines += [f"  {name}: {ratio:.2%}" for name, ratio in most]
         if self.untied:

@@ -28,6 +28,7 @@ def chat(
         str | None, Opt("--adapter", help="A PEFT folder, such as riftco finetune writes, to talk with and learn on.")
     ] = None,
     rank: Annotated[int, Opt("--rank", help="Of a new adapter.")] = 8,
+    adapter: Annotated[str, Opt("--adapter-id", help="The adapter that learns; made where there is none.")] = "live",
     lr: Annotated[float, Opt("--lr", help="Learning rate of a step.")] = 2e-3,
     steps: Annotated[int, Opt("--steps", help="Steps of one /learn.")] = 4,
     system: Annotated[str | None, Opt("--system", help="A system message.")] = None,
@@ -51,7 +52,7 @@ def chat(
 
     talk = open_chat(
         model, train_dir=train_dir, rank=rank, window=window, cache=cache, weights=weights, device=device,
-        system=system, tuned=tuned,
+        system=system, tuned=tuned, adapter=adapter,
     )  # fmt: skip
     sampling = Sampling(temperature=temperature, seed=seed)
     typer.echo(f"weights: {talk.held}", err=True)

@@ -13,27 +13,26 @@ from .engine import Engine
 from .scheduler import Scheduler
 from .store import Store
 
-ADAPTER = "chat"
-
 
 @dataclass
 class Talk:
     engine: Engine
     scheduler: Scheduler
+    adapter: str  # its id
     chat: Chat
     system: str | None
     held: str  # how the base's weights are
 
     def restart(self) -> None:
-        self.chat = Chat(self.scheduler, self.chat.tokenizer, adapter=ADAPTER, system=self.system)
+        self.chat = Chat(self.scheduler, self.chat.tokenizer, adapter=self.adapter, system=self.system)
 
     def promote(self) -> int:
         with self.scheduler.settled():
-            return self.engine.promote(ADAPTER)
+            return self.engine.promote(self.adapter)
 
     def undo(self, steps: int) -> int:
         with self.scheduler.settled():
-            return self.engine.undo(ADAPTER, steps)
+            return self.engine.undo(self.adapter, steps)
 
     def close(self) -> None:
         self.scheduler.close()
@@ -52,16 +51,19 @@ def open_chat(
     device: str = "auto",
     system: str | None = None,
     tuned: str | None = None,
+    adapter: str = "live",
 ) -> Talk:
-    """Load a model; its adapter is that of `train_dir`, or a new one, which begins as the PEFT folder `tuned`."""
+    """Load a model; its adapter is that of this id in `train_dir`, or a new one, which begins as the PEFT folder
+    `tuned`."""
     loaded, held = load_to_serve(path, weights=weights_for(tuned, weights), device=device)
     store = None if train_dir is None else Store(train_dir, base_digest(path), path)
     longest = loaded.model.config.max_position_embeddings
     engine = Engine(loaded.model, window=min(window or 4096, longest), cache_dtype=cache, store=store)
     if tuned is not None:
-        adopt(engine, ADAPTER, tuned)
-    elif ADAPTER not in engine.bank.adapters:
-        engine.create(ADAPTER, LoraSpec(rank=rank, alpha=2.0 * rank))
+        adopt(engine, adapter, tuned)
+    elif adapter not in engine.bank.adapters:
+        engine.create(adapter, LoraSpec(rank=rank, alpha=2.0 * rank))
     scheduler = Scheduler(engine)
     scheduler.start()
-    return Talk(engine, scheduler, Chat(scheduler, loaded.tokenizer, adapter=ADAPTER, system=system), system, held)
+    talk = Chat(scheduler, loaded.tokenizer, adapter=adapter, system=system)
+    return Talk(engine, scheduler, adapter, talk, system, held)

@@ -1,9 +1,12 @@
 """riftco chat reads its commands from a pipe, and says what a command that cannot be obeyed lacks."""
 
+import inspect
+
 import torch
 from typer.testing import CliRunner
 
 from riftco.adapters.peft_files import read_adapter
+from riftco.cli import serve
 from riftco.cli.app import app
 
 
@@ -29,8 +32,19 @@ def test_a_fine_tuned_adapter_is_talked_with_and_learns_on(model, chat, tmp_path
     said = CliRunner().invoke(app, [*talk, "--adapter", str(folder), "--steps", "1"], input="say a\n/learn bbbb\n")
     assert said.exit_code == 0 and said.stdout.count("loss ") == 1, said.output
     _, wanted = read_adapter(folder)
-    _, first = read_adapter(mine / "adapters" / "chat" / "versions" / "1")
+    _, first = read_adapter(mine / "adapters" / "live" / "versions" / "1")
     assert any(t.any() for n, t in wanted.items() if "lora_B" in n)
     assert wanted.keys() == first.keys() and all(torch.equal(wanted[n], t) for n, t in first.items())
     said = CliRunner().invoke(app, [*talk, "--adapter", str(run)], input="")
     assert said.exit_code == 2 and f"did you mean {folder}?" in said.stderr
+
+
+def test_what_a_chat_taught_is_where_a_server_looks(model, tmp_path):
+    """Both go on with the same adapter of a folder, the server's default; another one is asked for by its id."""
+    served = inspect.signature(serve.serve).parameters["adapter"].default
+    talk = ["chat", "--model", model, "--max-new-tokens", "2", "--cache", "float32", "--train-dir", str(tmp_path)]
+    for more, name in ([], served), (["--adapter-id", "other"], "other"):
+        said = CliRunner().invoke(app, [*talk, *more, "--steps", "1"], input="say a\n/learn bbbb\n/promote\n")
+        assert said.exit_code == 0 and "version 2 serves" in said.stdout, said.output
+        assert (tmp_path / "adapters" / name / "versions" / "2").is_dir()
+    assert {p.name for p in (tmp_path / "adapters").iterdir()} == {served, "other"}
