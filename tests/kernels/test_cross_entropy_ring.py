@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from riftco.functional import cross_entropy
+from riftco.kernels._launch import as_rows
 from riftco.kernels.cross_entropy import route as room
 from riftco.kernels.cross_entropy import spec
 from riftco.kernels.cross_entropy.route import LINE, Ring, route
@@ -57,6 +58,26 @@ def test_rows_that_no_bulk_copy_reads_keep_the_other_kernel():
         return room.of_call(x.to("meta"), 4096, strides, frozenset()).name
 
     assert of(torch.empty(1, 32000, dtype=BF), (4096, 0, 32000)) == "rows"  # not on a GPU
+
+
+def test_rows_that_a_bulk_copy_reads():
+    def taken(x):
+        x = x.unflatten(0, (2, -1)) if x.dim() == 2 else x
+        lines, *strides = as_rows(x)
+        assert lines is x
+        return room.in_bulk(x, x.shape[:-1].numel(), tuple(strides))
+
+    whole = torch.empty(8 * 72 + 8, dtype=BF)
+    assert whole.data_ptr() % 16 == 0
+    rows = whole[:576].view(8, 72)
+    assert taken(rows) and taken(rows[:, :64]) and taken(rows[::2]) and taken(rows[:, 8:])
+    assert taken(rows.view(2, 4, 72)[:, :3]) and taken(rows.view(4, 2, 72).transpose(0, 1))
+    assert not taken(rows[:, 1:65]) and not taken(rows[:, ::2]), "rows begin elsewhere; classes lie apart"
+    assert not taken(whole[: 8 * 71].view(8, 71)), "a row begins where the last one ends"
+    for expanded in (rows[:1].expand(8, 72), rows[:2, None].expand(2, 4, 72), rows[None, :4].expand(2, 4, 72)):
+        assert not taken(expanded)
+    assert not taken(whole.as_strided((8, 64), (8, 1))), "rows lie over one another"
+    assert taken(rows[:1, None].expand(1, 1, 72)) and taken(rows[:1].as_strided((1, 1, 72), (0, 8, 1)))
 
 
 def test_explain_names_it():
@@ -185,7 +206,6 @@ def _ring(V: int, dtype=BF) -> Ring:
 
 def _run(x, y, row_weight=None, up=None, z_loss=0.0, scale=1.0, inplace=False, ring=None):
     """(loss, top, log_total, gradient); the outputs' memory holds what no kernel may leave there."""
-    from riftco.kernels._launch import as_rows
     from riftco.kernels.cross_entropy.cuda import hopper as kernels
 
     ring = ring or _ring(x.shape[-1], x.dtype)

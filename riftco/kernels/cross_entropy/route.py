@@ -51,7 +51,7 @@ def route(
 
     Args:
         capability: the GPU's compute capability; None where there is none.
-        aligned: whether rows begin at multiples of 16 bytes and their classes lie side by side.
+        aligned: see `in_bulk`.
         options: names of the options in use, of those that cost the ring's kernel registers: metrics, softcap,
             smoothing, weight.
     """
@@ -63,7 +63,7 @@ def route(
         (RINGS[-1][0] < V, f"{V} classes are more than {RINGS[-1][0]}"),
         (V < LEAST, f"{V} classes are fewer than {LEAST}"),
         (N < FEW, f"{N} rows are fewer than {FEW}"),
-        (not aligned, "rows do not begin at multiples of 16 bytes"),
+        (not aligned, "rows do not begin at multiples of 16 bytes, or not one behind the other"),
         (bool(options), f"not with {', '.join(sorted(options))}"),
     )
     refused = next((text for held, text in reasons if held), "")
@@ -77,10 +77,16 @@ def of_call(x: Tensor, N: int, strides: tuple[int, int, int], options: frozenset
     """For x whose rows `as_rows` describes with (inner, outer stride, inner stride)."""
     if x.device.type != "cuda":
         return Route("rows", "no GPU")
-    V = x.shape[-1]
+    return route(N, x.shape[-1], x.dtype, _capability(x.device), in_bulk(x, N, strides), options)
+
+
+def in_bulk(x: Tensor, N: int, strides: tuple[int, int, int]) -> bool:
+    """Whether rows begin at multiples of 16 bytes and their classes lie side by side; none lies over another, as those
+    of an expanded tensor do, which a tensor map need not take."""
+    (inner, outer, step), V = strides, x.shape[-1]
+    apart = [s for s, there in ((outer, inner < N), (step, inner > 1)) if there]
     beside = x.stride(-1) == 1 or V == 1
-    aligned = beside and x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in strides[1:])
-    return route(N, V, x.dtype, _capability(x.device), aligned, options)
+    return beside and x.data_ptr() % 16 == 0 and all(s >= V and s * x.element_size() % 16 == 0 for s in apart)
 
 
 @functools.cache
