@@ -119,7 +119,7 @@ class _Buffers:
         torch.arange(reply.prefix, reply.prefix + self.rows, out=mine.positions)
         mine.positions.clamp_(max=context - 1)  # of rows that are padded
         mine.row_weight[:n] = 1.0 if reply.weight is None else reply.weight
-        mine.slot.fill_(max(reply.slot, 0))  # no row of it is read where none lie before
+        mine.slot.fill_(reply.slot if reply.prefix else 0)  # what stands for a cache where none lie before has one
         mine.first.fill_(reply.prefix)
         mine.bounds[1] = n
         mine.denominator.fill_(denominator)

@@ -162,6 +162,19 @@ def test_labels_in_a_batch_of_two_slots():
     assert counts(made) == (1, 5, 1)
 
 
+@pytest.mark.parametrize("slot", [0, 2])
+def test_behind_no_rows_of_any_slot(slot):
+    """What stands for a cache there has one slot: the reply's own rows see each other all the same."""
+    made, eager, walked = three()
+    for n in (1, 9, 9, 32):
+        where = slot, 0, tokens(n, 3), tokens(n, 4)
+        losses = [e.learn(*where, adapter="a", lr=1e-2, dry_run=True).loss_before for e in (made, eager, walked)]
+        assert losses[0] == losses[1] == pytest.approx(losses[2], rel=1e-5)
+    norms = [e.learn(*where, adapter="a", lr=1e-2).gradient_norm for e in (made, eager, walked)]
+    assert norms[0] == norms[1] == pytest.approx(norms[2], rel=1e-4)
+    same(made, eager)
+
+
 def test_what_is_no_single_chunk_is_walked(monkeypatch):
     made, walked, real = serving(capture=Recorder()), [], chunked._backward
     monkeypatch.setattr(chunked, "_backward", lambda *a: (walked.append(a[5]), real(*a))[1])
