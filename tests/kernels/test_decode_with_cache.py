@@ -257,6 +257,10 @@ def test_errors():
         q=q, k_new=k, v_new=v, cache=cache, layer=0, slots=ints((1, 0)), positions=ints((5, 0)),
         rows=torch.arange(4), cos=cos, sin=sin,
     )  # fmt: skip
+
+    def counting(*shape, **kind):
+        return dataclasses.replace(cache, arrived=torch.zeros(shape, **{"dtype": torch.int32, **kind}))
+
     for change, text in [
         ({"q": q[:2]}, "as many rows of q as of k_new; got 2 and 4"),
         ({"rows": torch.arange(3)}, r"rows must be int32 or int64 \[4\]"),
@@ -269,6 +273,9 @@ def test_errors():
         ({"impl": "fast"}, "'fast'"),
         ({"cache": q}, r"cache must be a riftco.functional.Cache; got torch.float32 \(4, 4, 32\)"),
         ({"rows": torch.arange(4, device="meta")}, "rows on meta"),
+        ({"cache": counting(1, 2)}, r"`arrived` must be int32 \[2, 2\]"),  # another would be written beyond its end
+        ({"cache": counting(2, 2, dtype=torch.int64)}, "arrived"),
+        ({"cache": counting(2, 2, device="meta")}, "arrived on meta"),
     ]:
         with pytest.raises(ValueError, match=text):
             decode_with_cache(**good | change)

@@ -93,6 +93,7 @@ def decode_with_cache(
     held = (of.k, of.v, of.k_scale, of.v_scale, cache.block_table)
     check(name, q, k_new, v_new, held, slots, positions, None, None, scale, window, softcap, sinks, impl)
     _check(q, k_new, v_new, rows, slots, cos, sin)
+    _check_arrived(cache.arrived, of.k if cache.block_table is None else cache.block_table, k_new)
     if needs_grad(q, k_new, v_new, sinks):
         raise ValueError(f"{name}: records no gradient; use torch.no_grad(), or rope and attention_with_cache")
     places = (cache.block_table, slots, positions, rows, sinks)
@@ -124,3 +125,15 @@ def _check(q, k, v, rows, slots, cos, sin) -> None:
                 f"got {tuple(cos.shape)} and {tuple(sin.shape)}"
             )
     same_device(name, q=q, rows=rows, cos=cos, sin=sin)
+
+
+def _check_arrived(t: Tensor | None, by_slot: Tensor, k: Tensor) -> None:
+    """Programs count themselves there, by slot and head: in a smaller one they would write foreign memory."""
+    shape = len(by_slot), k.shape[1]
+    if t is None:
+        return
+    if t.dtype != torch.int32 or t.shape != shape or not t.is_contiguous():
+        raise ValueError(
+            f"decode_with_cache: the cache's `arrived` must be int32 {list(shape)}, contiguous, or None; got {given(t)}"
+        )
+    same_device("decode_with_cache", k_new=k, arrived=t)
