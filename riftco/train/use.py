@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import cpu, explain
+from .. import cpu, explain, functional
 from ..adapters import base_weights_of, load_adapter
 from ..data import DataError, Loader, load_examples
 from ..functional import attention_backward
@@ -101,9 +101,13 @@ def explained(device: str | None, dtype: str, op: str | None, model: str | None 
         ) as choice:
             row = {"op": "attention_bwd", "device": where.type, "implementation": choice.path, "why": choice.why}
         return [row]
-    rows = [r for r in [*explain(device, getattr(torch, dtype)), *_decoding(device)] if op is None or op in r["op"]]
+    every = [*explain(device, getattr(torch, dtype)), *_decoding(device)]
+    rows = [r for r in every if op is None or op in r["op"]]
     if not rows:
-        raise ConfigError(f"no op's name contains {op!r}; riftco explain lists all")
+        # a function of riftco.functional that shares its room's ops, under another name
+        room = [*getattr(getattr(functional, op or "", None), "__module__", "").split("."), "", ""][2]
+        hint = f"{op} runs on those of --op {room}" if any(room and room in r["op"] for r in every) else ""
+        raise ConfigError(f"no op's name contains {op!r}; {hint or 'riftco explain lists all'}")
     return rows
 
 

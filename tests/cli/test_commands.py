@@ -28,6 +28,17 @@ def test_explain_keeps_its_columns(riftco):
     assert len(lines) > 4 and len({line.index(" cuda  ") for line in lines}) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "ops"), [("decode_with_cache", "cached_attention"), ("geglu", "swiglu"), ("replay", None), ("Adam", None)]
+)
+def test_explain_leads_from_a_function_to_its_ops(riftco, name, ops):
+    refused = riftco("explain", "--device", "cuda", "--op", name, code=2).stderr
+    assert f"no op's name contains {name!r}; " in refused
+    assert (f"{name} runs on those of --op {ops}\n" if ops else "riftco explain lists all") in refused
+    if ops:
+        assert f"{ops}_fwd" in riftco("explain", "--device", "cuda", "--op", ops).stdout
+
+
 def test_unknown_options_exit_with_2(riftco):
     assert "--nose" in riftco("finetune", "--nose", code=2).stderr
 
