@@ -6,7 +6,7 @@ them, and puts the next rows together. A reply that ends with such a token has o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -70,11 +70,11 @@ class Ahead:
             if turn.why is not None:
                 self.engine.cut(turn.slot.id, len(turn.slot.tokens) - 1)
 
-    def take(self, running: Sequence[Turn]) -> tuple[Decoded | None, list[Turn]]:
+    def take(self, running: Mapping[int, Turn]) -> tuple[Decoded | None, list[Turn]]:
         """What was begun ahead, of the turns among it that still run; None and no turns where nothing was."""
         turns, decoded = self._turns, self._decoded
         self.drop()
-        at = [i for i, turn in enumerate(turns) if turn.why is None and any(turn is other for other in running)]
+        at = [i for i, turn in enumerate(turns) if turn.why is None and running.get(turn.slot.id) is turn]
         if decoded is None or not at:
             return None, []
         if len(at) == len(turns):

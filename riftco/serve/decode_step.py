@@ -23,8 +23,7 @@ from ..models import Decoder, KVCache
 from ..models.held import all_held
 from ..models.kv_cache import RowStep
 from ..models.kv_rows import Ring
-from ..train.capture import CannotCapture, Capture, Captured, CudaCapture
-from ..train.failures import diagnostic, out_of_memory
+from ..train.capture import Capture, Captured, CudaCapture, attempt
 from .bank import AdapterSet
 
 log = logging.getLogger(__name__)
@@ -212,20 +211,15 @@ class DecodeStep:
     def _record(self, shape: Shape, serving, warm: bool) -> Captured | None:
         """The step of a shape, recorded over rows of no slot; None, and `off` says why, where that cannot be."""
         self._of(shape).empty()
-        why = ""
-        try:
-            with serving():
-                return self._capture(lambda: self._compute(shape), self.cache.device, warm=warm)
-        except CannotCapture as refused:
-            why = str(refused)
-        except Exception as error:
-            if not out_of_memory(error):
-                raise
-            why = f"a recorded step does not fit in memory: {diagnostic(error)}"
-        self.off = why
-        self.forget()
-        log.warning("decode steps stay eager: %s", why)
-        return None
+        with serving():
+            made, why = attempt(
+                lambda: self._capture(lambda: self._compute(shape), self.cache.device, warm=warm), "a recorded step"
+            )
+        if made is None:
+            self.off = why
+            self.forget()
+            log.warning("decode steps stay eager: %s", why)
+        return made
 
     @torch.no_grad()
     def _compute(self, shape: Shape) -> Served:

@@ -21,8 +21,7 @@ from ..data.buckets import halves
 from ..functional import Cache
 from ..models import Decoder, KVCache
 from ..models.held import all_held
-from ..train.capture import CannotCapture, Capture, Captured, CudaCapture
-from ..train.failures import diagnostic, out_of_memory
+from ..train.capture import Capture, Captured, CudaCapture, attempt
 from ..train.padded import PaddedRun, walk_padded
 from ..train.state import random_state, set_random_state
 from .bank import AdapterBank, AdapterSet
@@ -267,27 +266,24 @@ class LearnStep:
     def _record(self, key: Key, seen: _Seen, pupil: Pupil, room: SideBySide) -> Captured | None:
         """A run of this shape, recorded; None, and `off` says why, where that cannot be. Gradients and generators stay
         what they were either way."""
-        device, why = self.cache.device, ""
+        device = self.cache.device
         before, random = {n: g.clone() for n, g in _taken(pupil).items()}, random_state(device)
         try:
             for name in seen.reached:
                 pupil.shadow[name].grad = room.views[name]
             warm = threading.get_ident() in self._warm
-            made = self._capture(lambda: self._compute(key), device, warm=warm)
-            self._warm.add(threading.get_ident())
-            return made
-        except CannotCapture as refused:
-            why = str(refused)
-        except Exception as error:
-            if not out_of_memory(error):
-                raise
-            why = f"a recorded learn does not fit in memory: {diagnostic(error)}"
+            made, why = attempt(
+                lambda: self._capture(lambda: self._compute(key), device, warm=warm), "a recorded learn"
+            )
         finally:
             _taken(pupil)
             _added(pupil, before)
             set_random_state(random, device)
-        self._turn_off(why)
-        return None
+        if made is None:
+            self._turn_off(why)
+        else:
+            self._warm.add(threading.get_ident())
+        return made
 
 
 def nothing_before(model: Decoder) -> Cache:

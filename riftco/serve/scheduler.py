@@ -159,7 +159,7 @@ class Scheduler(Lessons):
             self._do_tasks()
             self._admit()
             self._finish()
-            decoded, turns = self.ahead.take(list(self.turns.values()))
+            decoded, turns = self.ahead.take(self.turns)
             batch, turns = (None, turns) if decoded is not None else self._batch()
             if not turns:
                 return bool(self.turns)

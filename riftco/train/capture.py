@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from .failures import diagnostic, out_of_memory
+
+T = TypeVar("T")
 
 
 class CannotCapture(Exception):
@@ -36,6 +38,19 @@ class Capture(Protocol):
     def __call__(self, run: Callable[[], Any], device: torch.device, *, warm: bool = False) -> Captured:
         """Record `run`, which may be run before for warming up: not where its like was recorded before (`warm`).
         Raises CannotCapture."""
+
+
+def attempt(make: Callable[[], T], what: str) -> tuple[T | None, str]:
+    """(what `make` captures, ""), or (None, why it stays eager): it cannot be captured, or `what` does not fit. No
+    traceback holds what a capture that failed had made once this has returned."""
+    try:
+        return make(), ""
+    except CannotCapture as refused:
+        return None, str(refused)
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        return None, f"{what} does not fit in memory: {diagnostic(error)}"
 
 
 def _first(error: BaseException) -> BaseException:

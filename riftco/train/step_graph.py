@@ -19,8 +19,7 @@ from torch import Tensor
 from ..data import Batch
 from ..data.geometry import Geometry
 from ..data.staging import FIELDS
-from .capture import CannotCapture, Capture, Captured, CudaCapture
-from .failures import diagnostic, out_of_memory
+from .capture import Capture, Captured, CudaCapture, attempt
 from .state import random_state, set_random_state
 from .step_key import Layout, StepKey, step_key
 
@@ -134,20 +133,16 @@ class StepGraph:
         """Capture a step, or say why it cannot be. Leaves gradients and generators as they were either way."""
         device = there.input_ids.device
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
-        before, random, why = [p.grad for p in trained], random_state(device), ""
+        before, random = [p.grad for p in trained], random_state(device)
         try:
-            self._entry = _Entry.of(key, there, denominator, compute, trained, self._capture)
-        except CannotCapture as refused:
-            why = str(refused)
-        except Exception as error:
-            if not out_of_memory(error):
-                raise
-            why = f"a captured step does not fit in memory: {diagnostic(error)}"
+            self._entry, why = attempt(
+                lambda: _Entry.of(key, there, denominator, compute, trained, self._capture), "a captured step"
+            )
         finally:
             for p, grad in zip(trained, before, strict=True):
                 p.grad = grad
             set_random_state(random, device)
-        if self._entry is None:  # out of the except block, whose traceback holds what the capture has made
+        if self._entry is None:
             return why
         head = getattr(self.model, "lm_head", None)  # what a sliced loss reads must have no hooks
         watched = [m for m in self.model.modules() if m is not head]

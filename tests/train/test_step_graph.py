@@ -15,7 +15,8 @@ from riftco.models.generation import generate_tokens
 from riftco.models.rotary import Rope
 from riftco.optim import Adam
 from riftco.train import Schedule, StepAbandoned, Trainer, TrainerPoisoned, evaluate
-from riftco.train.step_graph import CannotCapture, CudaCapture, StepGraph
+from riftco.train.capture import CannotCapture, CudaCapture
+from riftco.train.step_graph import StepGraph
 
 
 class Recorded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ class Route(NamedTuple):
     why: str
 
 
+@functools.lru_cache(1024)  # asked for each product of a step
 def route(rows: int, listed: bool) -> Route:
     """ "adapters first": their part is written, and each base product is added into it by the matrix product itself,
     which costs no reading of its own. "base first": the adapters' part is added to what the base products made.
