@@ -3,7 +3,8 @@
 `python bench/learn_live.py --size 1b --method nf4 --slots 8 --prompt 2048 --reply 256`. Neighbours decode all the time;
 one more slot serves the same turn once a period, and in every second period learns its reply. A period lasts until its
 turn has ended, so that every learn falls into it; learning may take a tenth of the time, so give --seconds ten times
-what a learn takes. Before anything is timed the neighbours' rows are compared, byte for byte, before and after a learn.
+what a learn takes. Every period begins with neighbours that have read their prompts and said little yet. Before
+anything is timed the neighbours' rows are compared, byte for byte, before and after a learn.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..serve import Request, Scheduler, Teach
+from ..serve import Request, Scheduler, Teach, Ticket
 from .engines import (
     ADAPTER,
     LR,
@@ -85,21 +86,28 @@ class Live:
         self.engine, self.args = engine, args
         self.scheduler = Scheduler(engine)
         self.generator = torch.Generator().manual_seed(SEED)
-        self.neighbours = [self._ask(i) for i in range(1, args.slots)]
+        self.prompts = [self._random(args.prompt) for _ in range(1, args.slots)]
         self.prompt, self.reply = self._random(args.prompt), self._random(args.reply)
-        while any(not t.tokens for t in self.neighbours):  # prompts are read before anything is timed
+        self.neighbours: list[Ticket] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Neighbours afresh, so that periods have rows of the same number, and no prompt is read in one alone."""
+        for ticket in self.neighbours:
+            ticket.cancel()
+        self.neighbours = [self._ask(slot) for slot in range(1, self.args.slots)]
+        while any(not t.tokens for t in self.neighbours):
             self.scheduler.step()
 
     def _random(self, n: int) -> list[int]:
         return torch.randint(self.engine.model.config.vocab_size, (n,), generator=self.generator).tolist()
 
-    def _ask(self, slot: int):
-        return self.scheduler.submit(
-            Request(self._random(self.args.prompt), max_new_tokens=self.args.tokens, slot=slot)
-        )
+    def _ask(self, slot: int) -> Ticket:
+        return self.scheduler.submit(Request(self.prompts[slot - 1], max_new_tokens=self.args.tokens, slot=slot))
 
     def run(self, seconds: float, learning: bool, into: Period) -> None:
         """One turn, learned or not, while neighbours decode; at least so long, and until the turn has ended."""
+        self.begin()
         began = time.perf_counter()
         last = {id(t): (began, len(t.tokens)) for t in self.neighbours}
         teach = Teach(ADAPTER, LR, self.reply) if learning else None
@@ -113,7 +121,7 @@ class Live:
                     if count:
                         into.gaps.append(now - then)
                     last[id(ticket)] = now, len(ticket.tokens)
-                if ticket.finished is not None:
+                if ticket.finished is not None:  # its prompt's rows are there
                     self.neighbours[i] = self._ask(i + 1)
         into.seconds += time.perf_counter() - began
         if learning:
