@@ -23,7 +23,12 @@ def serve(
     cache: Annotated[
         str, Opt("--cache", autocompletion=options.CACHES, help="float32, float16, bfloat16 or q8_0.")
     ] = "q8_0",
-    chunk: Annotated[int, Opt("--chunk", min=1, help="Rows of a forward.")] = 512,
+    chunk: Annotated[
+        int | None,
+        Opt(
+            "--chunk", min=1, help="The most rows of a forward; 512, and on a GPU 2048 while nobody waits for a token."
+        ),
+    ] = None,
     learn_chunk: Annotated[
         int | None, Opt("--learn-chunk", min=1, help="Rows of a learn's chunk; 2048 on a GPU, else --chunk.")
     ] = None,

@@ -24,6 +24,7 @@ from .store import Store, tokens_sha256
 from .writing import Writing
 
 NO_SLOT = -1
+CHUNK = 512  # rows of a forward that other turns wait for
 LEARN_CHUNK = 2048  # rows; on a GPU
 LOGGED = ("loss_before", "loss_after", "gradient_norm", "clip_scale", "n_labelled", "ms", "step", "digest")
 
@@ -49,7 +50,8 @@ class Engine:
         pages: how many of them; None: enough for all slots.
         undo: how far a slot can be cut back where layers have sliding windows, which then keep no more rows than they
             need; None: they keep all.
-        chunk: the most rows of a forward.
+        chunk: the most rows of a forward. None: 512, and on a GPU 2,048 while no turn waits for its next token: there
+            even forwards of that many rows may wait for launches.
         learn_chunk: rows of a chunk of a reply that learns, halved where memory runs out; its gradient does not depend
             on it. None: `chunk`, but at least LEARN_CHUNK on a GPU, where small chunks wait for launches.
         store: where adapters, their journals and the log live; None: in memory alone.
@@ -75,7 +77,7 @@ class Engine:
         page_size: int | None = None,
         pages: int | None = None,
         undo: int | None = None,
-        chunk: int = 512,
+        chunk: int | None = None,
         learn_chunk: int | None = None,
         store: Store | None = None,
         cuda_graphs: bool = True,
@@ -89,7 +91,8 @@ class Engine:
             model.config, slots, window, dtype=cache_dtype, layout=layout, page_size=rows, pages=pages, undo=undo,
             device=model.device,
         )  # fmt: skip
-        self.model, self.window, self.chunk = model.eval(), self.cache.window, chunk
+        self.model, self.window, self.chunk = model.eval(), self.cache.window, CHUNK if chunk is None else chunk
+        self.alone = LEARN_CHUNK if chunk is None and self.model.device.type == "cuda" else self.chunk
         if self.model.device.type == "cuda":
             lay_side_by_side(self.model)
             torch.cuda.empty_cache()  # where the weights were
@@ -103,7 +106,7 @@ class Engine:
         if compiled and self._compiled(()) is None:
             raise ModelError(f"compiled=True: {self.compiled_steps.off}")
         if learn_chunk is None:
-            learn_chunk = max(chunk, LEARN_CHUNK) if self.model.device.type == "cuda" else chunk
+            learn_chunk = max(self.chunk, LEARN_CHUNK) if self.model.device.type == "cuda" else self.chunk
         step = None
         if capture is not None or self.model.device.type == "cuda":
             wanted = cuda_graphs if learn_graphs is None else learn_graphs

@@ -314,7 +314,7 @@ class Scheduler(Lessons):
 
     def _batch(self) -> tuple[Batch | None, list[Turn]]:
         """Decode rows of every slot that has one, then prefill chunks while there is room."""
-        room, turns = self.engine.chunk, []
+        room, turns = self._rows(), []
         parts: list[tuple[int, int, list[int], str]] = []
         ends: dict[int, int] = {}  # slot -> rows that it will hold
         self._batches += 1
@@ -348,12 +348,17 @@ class Scheduler(Lessons):
         running = sorted((t for t in self.turns.values() if t.why is None), key=lambda t: t.slot.used)
         decoding = sorted((t for t in running if t.slot.state is State.DECODING), key=lambda t: t.considered)
         prompts = [t for t in running if t.slot.state is not State.DECODING]
-        chunk = self.engine.chunk
+        chunk = self._rows()
         order = [(t, chunk) for t in (*decoding, *prompts)]
         if prompts and prompts[0].considered < self._batches - 1:
             order.remove((prompts[0], chunk))
             order.insert(0, (prompts[0], max(1, chunk // 2)))
         return order
+
+    def _rows(self) -> int:
+        """The most rows of the next batch."""
+        waits = any(t.why is None and t.slot.state is State.DECODING for t in self.turns.values())
+        return self.engine.chunk if waits else self.engine.alone
 
     def _yield(self) -> None:
         """Nobody can go on for want of pages: the newest turn gives its own to the others, and reads again later."""

@@ -36,6 +36,22 @@ def test_together_as_alone(slots):
     assert all(s.state is State.IDLE for s in made.engine.slots)
 
 
+def test_a_prompt_is_read_in_larger_parts_while_nobody_waits_for_a_token(monkeypatch):
+    made = scheduler(slots=2, chunk=4)
+    assert made.engine.alone == 4, "a chunk that was asked for is the most rows of any forward"
+    made.engine.alone = 16  # as on a GPU, where none was asked for
+    sizes, decode = [], made.engine.decode
+    monkeypatch.setattr(made.engine, "decode", lambda batch: sizes.append(len(batch)) or decode(batch))
+    first = made.submit(Request(LONG[:20], max_new_tokens=6))
+    made.step(), made.step()
+    second = made.submit(Request(LONG[5:19], max_new_tokens=2))
+    made.run()
+    assert sizes == [16, 4, 4, 4, 4, 4, 3, 1], "then three rows of the second's 14 beside each token of the first"
+    for ticket, prompt in ((first, LONG[:20]), (second, LONG[5:19])):
+        n = ticket.request.max_new_tokens
+        assert ticket.tokens == list(generate_tokens(decoder(), prompt, max_new_tokens=n))
+
+
 def test_a_reply_ends_at_a_stop_token_at_the_window_or_when_told():
     reply = answers(scheduler(), [Request(PROMPTS[0], max_new_tokens=5)])[0][0]
     (got,), (end,) = answers(scheduler(), [Request(PROMPTS[0], max_new_tokens=5, stop_ids={reply[2]})])

@@ -24,7 +24,7 @@ from .service import Service
 
 
 def serve_forever(
-    model: str, *, host: str, port: int, slots: int, window: int | None, cache: str, chunk: int,
+    model: str, *, host: str, port: int, slots: int, window: int | None, cache: str, chunk: int | None,
     learn_chunk: int | None, speculate: int,
     train_dir: str | None, rank: int, adapter: str, lr_max: float, journal: int, api_key: str | None,
     admin_key: str | None, insecure: bool, cuda_graphs: bool, learn_graphs: bool | None, weights: str,
