@@ -1,7 +1,8 @@
 """A server in a process of its own under many clients, or under everything at once for a long time.
 
 `python bench/serve_load.py clients --clients 64 --seconds 120` and `python bench/serve_load.py soak --seconds 1200`.
-The model is small and random, behind a real tokenizer; what is measured is the server, not the model.
+The model is small and random, behind a real tokenizer: what is measured is the server. With `--model` it is a folder or
+file of one's own, and `--device auto` takes a GPU where there is one.
 """
 
 from __future__ import annotations
@@ -61,11 +62,11 @@ def small_model(folder: pathlib.Path) -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def serving(model: pathlib.Path, folder: pathlib.Path, *options: str) -> Iterator[Server]:
+def serving(model: pathlib.Path, folder: pathlib.Path, *options: str, device: str = "cpu") -> Iterator[Server]:
     """`riftco serve` until the block ends; its log lies in `folder`."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    words = ["serve", "--model", model, "--port", port, "--window", WINDOW, "--device", "cpu", "--admin-key", ADMIN,
+    words = ["serve", "--model", model, "--port", port, "--window", WINDOW, "--device", device, "--admin-key", ADMIN,
              "--train-dir", folder / "train", "--slot-save-path", folder / "slots", *options]  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "server.log", "ab") as log:
@@ -84,14 +85,14 @@ def serving(model: pathlib.Path, folder: pathlib.Path, *options: str) -> Iterato
 
 
 def _wait(server: Server) -> None:
-    for _ in range(600):
+    for _ in range(1800):
         if server.process.poll() is not None:
             raise RuntimeError(f"the server ended: {(server.folder / 'server.log').read_text()[-2000:]}")
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(f"{server.url}/health").status_code == 200:
                 return
         time.sleep(0.1)
-    raise RuntimeError("the server did not answer for a minute")
+    raise RuntimeError("the server did not answer for three minutes")
 
 
 @dataclass
@@ -196,19 +197,24 @@ def main(argv: list[str] | None = None, folder: str | pathlib.Path | None = None
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=120)
+    parser.add_argument("--model", type=pathlib.Path, help="of clients: what to serve; default a small random model")
+    parser.add_argument("--device", default="cpu", help="of clients: as `riftco serve --device`")
     args = parser.parse_args(argv)
+    if args.what == "soak" and (args.model or args.device != "cpu"):
+        parser.error("a soak is of the small model on a CPU; --model and --device are options of clients")
+    device = "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as name:
         here = pathlib.Path(name)
-        model = small_model(here / "model")
+        model = args.model or small_model(here / "model")
         if args.what == "clients":
-            with serving(model, here / "run", "--slots", str(args.slots)) as server:
+            with serving(model, here / "run", "--slots", str(args.slots), device=args.device) as server:
                 result = asyncio.run(many_clients(server, args.clients, args.seconds))
         else:
             result = soaked(model, here / "run", args.seconds)
     if folder is not None:
         pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
         named = f"{time.strftime('%Y-%m-%d')}-serve-{args.what}.json"
-        (pathlib.Path(folder) / named).write_text(json.dumps({**machine_columns("cpu"), **result}, indent=1))
+        (pathlib.Path(folder) / named).write_text(json.dumps({**machine_columns(device), **result}, indent=1))
     for key, value in result.items():
         print(f"{key}: {value}")
     return 1 if result["errors"] else 0
