@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ..serve import Request, Scheduler, Teach, Ticket
+from ..serve.scheduler import LEARN_DUTY
 from .engines import (
     ADAPTER,
     LR,
@@ -37,6 +38,7 @@ from .engines import (
 from .machine import machine_columns
 from .rows import append, file_of, line
 
+OFF, AT_ONCE = "off", "back to back"
 COLUMNS = (
     "size", "layers", "method", "cache", "slots", "prompt", "reply", "learning", "tokens", "tokens_s", "p50_ms",
     "p95_ms", "p99_9_ms", "longest_ms", "learns", "first_loss", "last_loss", "learn_ms", "plain_ms",
@@ -53,6 +55,13 @@ class Period:
     seconds: float = 0.0
     losses: list[float] = field(default_factory=list)
     learn_ms: list[float] = field(default_factory=list)
+
+    def learned(self, turn: Ticket) -> None:
+        outcome = None if turn.finished is None else turn.finished.learn
+        if outcome is None or outcome.loss_before is None:
+            raise RuntimeError(f"a learn failed: {turn.finished}")
+        self.losses.append(outcome.loss_before)
+        self.learn_ms.append(outcome.ms)
 
     def row(self) -> dict[str, Any]:
         gaps = sorted(self.gaps)
@@ -105,14 +114,20 @@ class Live:
     def _ask(self, slot: int) -> Ticket:
         return self.scheduler.submit(Request(self.prompts[slot - 1], max_new_tokens=self.args.tokens, slot=slot))
 
-    def run(self, seconds: float, learning: bool, into: Period) -> None:
-        """One turn, learned or not, while neighbours decode; at least so long, and until the turn has ended."""
+    def run(self, seconds: float, learning: str, into: Period) -> None:
+        """One turn, learned or not, while neighbours decode; at least so long, and until the turn has ended. "back to
+        back" learns one turn after the other, and the scheduler does not hold them back for others."""
         self.begin()
+        self.scheduler.duty.fraction = 1.0 if learning == AT_ONCE else LEARN_DUTY
+        self.scheduler.duty.drop()  # of the period before
         began = time.perf_counter()
+        ends = began + seconds
         last = {id(t): (began, len(t.tokens)) for t in self.neighbours}
-        teach = Teach(ADAPTER, LR, self.reply) if learning else None
-        taught = self.scheduler.submit(Request(self.prompt, max_new_tokens=4, slot=0, teach=teach))
-        while time.perf_counter() - began < seconds or taught.finished is None:
+        taught = self._turn(learning)
+        while time.perf_counter() < ends or taught.finished is None:
+            if taught.finished is not None and learning == AT_ONCE:
+                into.learned(taught)
+                taught = self._turn(learning)
             self.scheduler.step()
             now = time.perf_counter()
             for i, ticket in enumerate(self.neighbours):
@@ -124,12 +139,12 @@ class Live:
                 if ticket.finished is not None:  # its prompt's rows are there
                     self.neighbours[i] = self._ask(i + 1)
         into.seconds += time.perf_counter() - began
-        if learning:
-            outcome = taught.finished.learn
-            if outcome is None or outcome.loss_before is None:
-                raise RuntimeError(f"a learn failed: {taught.finished}")
-            into.losses.append(outcome.loss_before)
-            into.learn_ms.append(outcome.ms)
+        if learning != OFF:
+            into.learned(taught)
+
+    def _turn(self, learning: str) -> Ticket:
+        teach = None if learning == OFF else Teach(ADAPTER, LR, self.reply)
+        return self.scheduler.submit(Request(self.prompt, max_new_tokens=4, slot=0, teach=teach))
 
 
 def check(live: Live) -> None:
@@ -179,15 +194,13 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         common["graph_mib"] = graph_bytes(engine) / 2**20
         common["learn_peak_mib"] = (torch.cuda.max_memory_allocated() - held + graph_bytes(engine)) / 2**20
         common["reserved_gib"] = held / 2**30
-    periods = {False: Period(), True: Period()}
-    live.scheduler.duty.drop()  # a learn that compiles its kernels is no measure of one
+    periods = {learning: Period() for learning in (OFF, "on", *([AT_ONCE] if args.back_to_back else []))}
     for learning in periods:  # what both compile and record
         live.run(args.seconds / 4, learning, Period())
-        live.scheduler.duty.drop()
     for _ in range(args.periods):
         for learning, period in periods.items():
             live.run(args.seconds, learning, period)
-    return [{**common, "learning": "on" if on else "off", **period.row()} for on, period in periods.items()]
+    return [{**common, "learning": learning, **period.row()} for learning, period in periods.items()]
 
 
 def main(arguments: list[str] | None = None, folder: str | pathlib.Path = "bench-results") -> int:
@@ -198,6 +211,7 @@ def main(arguments: list[str] | None = None, folder: str | pathlib.Path = "bench
     options.add_argument("--tokens", type=int, default=128, help="of a neighbour's answer")
     options.add_argument("--chunk", type=int, default=512)
     options.add_argument("--recompute", action="store_true")
+    options.add_argument("--back-to-back", action="store_true", help="periods of learn after learn, too")
     options.add_argument("--no-graphs", action="store_true", help="compute learns as they come")
     options.add_argument("--seconds", type=float, default=2.0, help="of a period, at least")
     options.add_argument("--periods", type=int, default=3, help="of each kind, taken in turns")

@@ -10,14 +10,15 @@ from riftco.bench import learn_live
 def test_a_run_writes_off_and_on(tmp_path):
     sizes = {"seconds": "0.05", "periods": "1", "slots": "3", "prompt": "20", "reply": "5", "tokens": "450"}
     options = [part for name, value in sizes.items() for part in (f"--{name}", value)]
-    assert learn_live.main([*options, "--device", "cpu"], tmp_path) == 0
+    assert learn_live.main([*options, "--back-to-back", "--device", "cpu"], tmp_path) == 0
     (file,) = tmp_path.iterdir()
     with open(file) as f:
-        off, on = csv.DictReader(f)
-    assert (off["learning"], on["learning"], off["learns"]) == ("off", "on", "0")
-    assert int(on["learns"]) >= 1 and float(on["first_loss"]) == pytest.approx(6.24, abs=0.4)  # ln 512
+        off, on, at_once = csv.DictReader(f)
+    assert (off["learning"], on["learning"], at_once["learning"]) == ("off", "on", "back to back")
+    assert (off["learns"], on["learns"]) == ("0", "1") and int(at_once["learns"]) > 1
+    assert float(on["first_loss"]) == pytest.approx(6.24, abs=0.4)  # ln 512
     assert float(on["longest_ms"]) >= float(on["learn_ms"]), "a neighbour waited while the reply was learned"
-    for row in (off, on):
+    for row in (off, on, at_once):
         assert int(row["tokens"]) > 0 and float(row["p50_ms"]) <= float(row["p95_ms"]) <= float(row["longest_ms"])
         assert row["commit"] and row["machine"]
 
