@@ -10,21 +10,20 @@ n rows, V vocabulary.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..models import Decoder, KVCache
-from ..models.held import all_held
 from ..models.kv_cache import RowStep
 from ..models.kv_rows import Ring
 from ..train.capture import Capture, Captured, CudaCapture, attempt
 from .bank import AdapterSet
+from .graphs import Graph, Graphs
+from .host import DeviceRow, sent
 
 log = logging.getLogger(__name__)
 MOST = 64  # graphs that are kept; one of a set of adapters that serves no more leaves when it is the longest unused
@@ -53,33 +52,18 @@ class Shape(NamedTuple):
     each: int
 
 
-@dataclass(frozen=True)
-class _Graph:
-    """A recorded step, and what it has read: the layers of its adapters, and where the model's tensors were."""
-
-    captured: Captured
-    layers: Mapping[str, nn.Module]
-    places: tuple[int, ...]
-
-
-class _Buffers:
-    """slots, positions and counts [slots] and tokens [slots * each] on the device, one behind the other: filled in one
-    copy that nobody waits for."""
+class _Buffers(DeviceRow):
+    """slots, positions and counts [slots] and tokens [slots * each], one behind the other."""
 
     def __init__(self, shape: Shape, device: torch.device):
-        pinned, n = device.type == "cuda", shape.slots * (3 + shape.each)
+        super().__init__(shape.slots * (3 + shape.each), device)
         self.shape = shape
-        self.there = torch.zeros(n, dtype=torch.int64, device=device)
-        self.host = torch.zeros(n, dtype=torch.int64, pin_memory=pinned)
-        self._copied = torch.cuda.Event() if pinned else None
 
     def parts(self) -> tuple[Tensor, ...]:
         n = self.shape.slots
         return self.there.split([n, n, n, n * self.shape.each])
 
     def fill(self, rows: Sequence[Row]) -> None:
-        if self._copied is not None:
-            self._copied.synchronize()  # the last copy has read what is now overwritten
         more, each = self.shape.slots - len(rows), self.shape.each
         numbers = [row.slot for row in rows] + [-1] * more
         numbers += [row.position for row in rows] + [0] * more
@@ -87,10 +71,8 @@ class _Buffers:
         for row in rows:
             numbers += row.tokens
             numbers += [0] * (each - len(row.tokens))
-        self.host.copy_(torch.tensor(numbers + [0] * (more * each)))
-        self.there.copy_(self.host, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record(torch.cuda.current_stream(self.there.device))
+        self.writable().copy_(torch.tensor(numbers + [0] * (more * each)))
+        self.send()
 
     def wanted(self, rows: Sequence[Row]) -> Tensor | slice:
         """Where the rows stand among all of the shape's."""
@@ -98,8 +80,7 @@ class _Buffers:
         if all(len(row.tokens) == each for row in rows):
             return slice(0, len(rows) * each)
         at = [i * each + j for i, row in enumerate(rows) for j in range(len(row.tokens))]
-        pinned = self.host.is_pinned()
-        return torch.tensor(at, pin_memory=pinned).to(self.there.device, non_blocking=pinned)
+        return sent(at, torch.int64, self.there.device)
 
     def empty(self) -> None:
         """Rows of no slot: a step over them writes nothing."""
@@ -129,9 +110,8 @@ class DecodeStep:
         self.off = self._capture.why_not(cache.device) if graphs else "graphs are switched off"
         self.captured = self.replayed = self.eager = 0
         self._buffers: dict[Shape, _Buffers] = {}
-        self._graphs: OrderedDict[tuple[AdapterSet, Shape], _Graph] = OrderedDict()
+        self._graphs: Graphs[tuple[AdapterSet, Shape], Graph] = Graphs(model, MOST)
         self._known: set[tuple[tuple[str, ...], Shape]] = set()  # ids of adapters and shapes that were recorded before
-        self._held = tuple(all_held(model))
 
     def __call__(
         self,
@@ -180,33 +160,26 @@ class DecodeStep:
 
     def forget(self) -> None:
         """Give back the memory of all graphs."""
-        for graph in self._graphs.values():
-            graph.captured.reset()
-        self._graphs.clear()
+        for key in list(self._graphs):
+            self._graphs.drop(key)
 
     def _of(self, shape: Shape) -> _Buffers:
         if shape not in self._buffers:
             self._buffers[shape] = _Buffers(shape, self.cache.device)
         return self._buffers[shape]
 
-    def _graph(self, key: AdapterSet, layers: Mapping[str, nn.Module], shape: Shape, serving) -> _Graph | None:
-        places = tuple(map(Tensor.data_ptr, self._held))
-        found = self._graphs.get((key, shape))
-        if found is not None and found.layers is layers and found.places == places:
-            self._graphs.move_to_end((key, shape))
+    def _graph(self, key: AdapterSet, layers: Mapping[str, nn.Module], shape: Shape, serving) -> Graph | None:
+        if (found := self._graphs.find((key, shape), layers)) is not None:
             return found
-        if found is not None:
-            self._graphs.pop((key, shape)).captured.reset()
-        while len(self._graphs) >= MOST:
-            self._graphs.popitem(last=False)[1].captured.reset()
+        self._graphs.make_room()
         like = tuple(use.id for use in key), shape  # of another version the kernels are the same
         captured = self._record(shape, serving, warm=like in self._known)
         if captured is None:
             return None
         self._known.add(like)
         self.captured += 1
-        self._graphs[key, shape] = _Graph(captured, layers, places)
-        return self._graphs[key, shape]
+        made = self._graphs[key, shape] = Graph(captured, layers, self._graphs.places())
+        return made
 
     def _record(self, shape: Shape, serving, warm: bool) -> Captured | None:
         """The step of a shape, recorded over rows of no slot; None, and `off` says why, where that cannot be."""

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .host import sent
+
 if TYPE_CHECKING:
     from .sampling import Sampler, Sampling
 
@@ -46,7 +48,7 @@ def draw(x: Tensor, options: Sequence[Sampling], generators: Sequence[torch.Gene
         masses,
         [float(k) for k in tops],
     ]
-    temperature, least, mass, k = _there(columns, x.device).unsqueeze(-1).unbind()
+    temperature, least, mass, k = sent(columns, torch.float32, x.device).unsqueeze(-1).unbind()
     if any(tops):
         kth = x.topk(max(tops)).values.gather(-1, k.long().sub(1).clamp(min=0))
         x = x.masked_fill((x < kth) & (k > 0), -torch.inf)
@@ -69,9 +71,3 @@ def draw(x: Tensor, options: Sequence[Sampling], generators: Sequence[torch.Gene
 def _summed(ordered: Tensor) -> Tensor:
     """Cumulative sums of rows. A single one would be summed by another kernel, in another order."""
     return ordered.cumsum(-1) if len(ordered) > 1 else torch.cat([ordered, ordered]).cumsum(-1)[:1]
-
-
-def _there(columns: list[list[float]], device: torch.device) -> Tensor:
-    """A few numbers on the device; nobody waits for what it is busy with."""
-    pinned = device.type == "cuda"
-    return torch.tensor(columns, dtype=torch.float32, pin_memory=pinned).to(device, non_blocking=pinned)

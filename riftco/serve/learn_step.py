@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from ..data.buckets import halves
 from ..functional import Cache
 from ..models import Decoder, KVCache
-from ..models.held import all_held
 from ..train.capture import Capture, Captured, CudaCapture, attempt
 from ..train.padded import PaddedRun, walk_padded
 from ..train.state import random_state, set_random_state
 from .bank import AdapterBank, AdapterSet
 from .batch import UNLABELLED
+from .graphs import Graph, Graphs
+from .host import DeviceRow
 from .pupil import Pupil
 from .side_by_side import SideBySide
 
@@ -67,40 +68,35 @@ class _Seen:
 
 
 @dataclass(frozen=True)
-class _Graph:
-    """A recorded run, where its gradients land, and where the model's tensors were."""
+class _Graph(Graph):
+    """A recorded run, which parameters get a gradient, and where those land."""
 
-    captured: Captured
-    seen: _Seen
+    reached: tuple[str, ...]
     gradients: SideBySide
-    places: tuple[int, ...]
 
     def replay(self, pupil: Pupil) -> Tensor:
         """The loss of the run in the buffers; its gradients come on top of those that are there."""
         views, before = self.gradients.views, _taken(pupil)
-        fresh = [views[name] for name in self.seen.reached if before.get(name) is not views[name]]
+        fresh = [views[name] for name in self.reached if before.get(name) is not views[name]]
         if len(fresh) == len(views):
             self.gradients.zero_()
         elif fresh:
             torch._foreach_zero_(fresh)
-        for name in self.seen.reached:
+        for name in self.reached:
             pupil.shadow[name].grad = views[name]
         _added(pupil, {name: g for name, g in before.items() if g is not views[name]})
         self.captured.replay()
         return self.captured.output.clone()  # the next replay writes where this one did
 
 
-class _Buffers:
-    """A PaddedRun on the device, filled in one copy that nobody waits for."""
+class _Buffers(DeviceRow):
+    """A PaddedRun, its float32 numbers in pairs behind the whole ones."""
 
     def __init__(self, rows: int, device: torch.device):
-        pinned, n = device.type == "cuda", 3 * rows + 4
+        n = 3 * rows + 4
+        super().__init__(n + (rows + 2) // 2, device)
         self.rows, self._sizes = rows, [rows, rows, rows, 1, 1, 2]
-        floats = rows + 1 + (rows + 1) % 2  # in the same memory as whole numbers of 8 bytes
-        self._there = torch.zeros(n + floats // 2, dtype=torch.int64, device=device)
-        self._host = torch.zeros(n + floats // 2, dtype=torch.int64, pin_memory=pinned)
-        self.run, self._mine = (self._parts(t, n) for t in (self._there, self._host))
-        self._copied = torch.cuda.Event() if pinned else None
+        self.run, self._mine = (self._parts(t, n) for t in (self.there, self.host))
 
     def _parts(self, t: Tensor, n: int) -> PaddedRun:
         ids, target, positions, slot, first, bounds = t[:n].split(self._sizes)
@@ -108,10 +104,8 @@ class _Buffers:
         return PaddedRun(ids, target, positions, floats[: self.rows], slot, first, bounds, floats[self.rows])
 
     def fill(self, reply: Reply, denominator: int, context: int) -> None:
-        if self._copied is not None:
-            self._copied.synchronize()  # the last copy has read what is now overwritten
         mine, n = self._mine, len(reply.tokens)
-        self._host.zero_()
+        self.writable().zero_()
         mine.input_ids[:n] = reply.tokens
         mine.target.fill_(UNLABELLED)
         mine.target[:n] = reply.label
@@ -122,9 +116,7 @@ class _Buffers:
         mine.first.fill_(reply.prefix)
         mine.bounds[1] = n
         mine.denominator.fill_(denominator)
-        self._there.copy_(self._host, non_blocking=self._copied is not None)
-        if self._copied is not None:
-            self._copied.record(torch.cuda.current_stream(self._there.device))
+        self.send()
 
 
 class LearnStep:
@@ -145,12 +137,11 @@ class LearnStep:
         self.off = self._capture.why_not(cache.device) if graphs else "graphs are switched off"
         self.captured = self.replayed = self.eager = 0
         self._buffers: dict[int, _Buffers] = {}
-        self._graphs: OrderedDict[Key, _Graph] = OrderedDict()
+        self._graphs: Graphs[Key, _Graph] = Graphs(self.model, MOST)
         self._seen: OrderedDict[Key, _Seen] = OrderedDict()
         self._large: set[Key] = set()  # that would hold too much
         self._gradients: dict[str, tuple[Pupil, SideBySide]] = {}  # of an adapter, for all of its graphs
         self._warm: set[int] = set()  # threads that have recorded: cuBLAS keeps a handle for each
-        self._held = tuple(all_held(self.model))
         self._nothing = nothing_before(self.model)
 
     def takes(self, rows: int, chunk: int, prefix: int) -> bool:
@@ -199,7 +190,7 @@ class LearnStep:
     def forget(self, adapter: str | None = None) -> None:
         """Give back the memory of an adapter's graphs, or of all."""
         for key in [key for key in self._graphs if adapter in (None, key.adapter)]:
-            self._graphs.pop(key).captured.reset()
+            self._graphs.drop(key)
         for key in [key for key in self._seen if adapter in (None, key.adapter)]:
             del self._seen[key]
         self._large = {key for key in self._large if adapter not in (None, key.adapter)}
@@ -226,31 +217,24 @@ class LearnStep:
 
     def _graph(self, key: Key, pupil: Pupil) -> _Graph | None:
         layers = self.bank.learning_layers(key.others, key.adapter)
-        places = tuple(map(Tensor.data_ptr, self._held))
-        found = self._graphs.get(key)
-        if found is not None and found.seen.layers is layers and found.places == places:
-            self._graphs.move_to_end(key)
+        if (found := self._graphs.find(key, layers)) is not None:
             return found
-        if found is not None:
-            self._graphs.pop(key).captured.reset()
         seen = self._seen.get(key)
         if seen is None or seen.layers is not layers or key in self._large:
             return None
-        while len(self._graphs) >= MOST:
-            self._graphs.popitem(last=False)[1].captured.reset()
+        self._graphs.make_room()
         if key.adapter not in self._gradients or self._gradients[key.adapter][0] is not pupil:
             self._gradients[key.adapter] = pupil, SideBySide(pupil.weights.shapes, self.cache.device)
         room = self._gradients[key.adapter][1]
-        captured = self._record(key, seen, pupil, room)
+        captured = self._record(key, seen.reached, pupil, room)
         if captured is None:
             return None
         self.captured += 1
-        graph = self._graphs[key] = _Graph(captured, seen, room, places)
+        graph = self._graphs[key] = _Graph(captured, layers, self._graphs.places(), seen.reached, room)
         if captured.pool_bytes <= (left := self._left()):
             return graph
         self._large.add(key)
-        del self._graphs[key]
-        captured.reset()
+        self._graphs.drop(key)
         sizes = key.shape.rows, captured.pool_bytes >> 20, int(left) >> 20
         log.warning("learns of %d rows stay eager: recorded, they would hold %d MiB and leave %d MiB", *sizes)
         return None
@@ -263,13 +247,13 @@ class LearnStep:
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + held - self.pool_bytes
 
-    def _record(self, key: Key, seen: _Seen, pupil: Pupil, room: SideBySide) -> Captured | None:
+    def _record(self, key: Key, reached: tuple[str, ...], pupil: Pupil, room: SideBySide) -> Captured | None:
         """A run of this shape, recorded; None, and `off` says why, where that cannot be. Gradients and generators stay
         what they were either way."""
         device = self.cache.device
         before, random = {n: g.clone() for n, g in _taken(pupil).items()}, random_state(device)
         try:
-            for name in seen.reached:
+            for name in reached:
                 pupil.shadow[name].grad = room.views[name]
             warm = threading.get_ident() in self._warm
             made, why = attempt(
