@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..functional import describe_head, lora_linear
-from ..nn import NF4Linear
+from ..nn import NF4Linear, hooked, plain_call
 from .swap import own_class
 
 Head = Any  # (weight, bias, lora), as describe_head names them
@@ -44,7 +44,7 @@ def _of_peft(head: Any) -> Head | str | None:
         return read_head(found)
     if own_class(head) is not Linear:
         return None
-    if hooks_of(head):
+    if hooked(head):
         return "the head has hooks"
     base = read_head(head.base_layer)
     if isinstance(base, str) or head.disable_adapters or head.merged:
@@ -66,15 +66,9 @@ def plain_adapter(layer: Any) -> tuple[Tensor, Tensor, float] | str:
         return "the adapter has dropout"
     if type(a) is not nn.Linear or type(b) is not nn.Linear or a.bias is not None or b.bias is not None:
         return "the adapter is no pair of matrices"
-    if hooks_of(a) or hooks_of(b) or hooks_of(dropout):
+    if hooked(a) or hooked(b) or hooked(dropout):
         return "the adapter has hooks"
     return a.weight, b.weight, float(layer.scaling[name])
-
-
-def hooks_of(module: nn.Module) -> bool:
-    """Whether somebody watches the module's calls."""
-    m = module
-    return bool(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks)
 
 
 def lora_layers(root: nn.Module) -> list[nn.Module]:
@@ -94,7 +88,7 @@ def lora_why_not(layer: Any) -> str | None:
     base = layer.base_layer
     if layer.disable_adapters or layer.merged:
         return "the adapter is off or merged"
-    if type(base) not in (nn.Linear, NF4Linear) or hooks_of(base) or "forward" in vars(base):
+    if type(base) not in (nn.Linear, NF4Linear) or not plain_call(base, type(base)):
         return f"the base is a {type(base).__name__}"
     if any(p.requires_grad for p in base.parameters()):
         return "the base is trained"

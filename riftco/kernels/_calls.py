@@ -3,6 +3,12 @@
 from torch import nn
 
 
+def hooked(module: nn.Module) -> bool:
+    """Whether a hook of the module's own sees its calls, forward or backward; FSDP2's blocks have some."""
+    m = module
+    return bool(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks)
+
+
 def own_call(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether a call of the module runs the forward of `kind`, and no hook of its own is given what comes out."""
     return (
@@ -13,7 +19,15 @@ def own_call(module: nn.Module, kind: type[nn.Module]) -> bool:
     )
 
 
-def plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+def plain_call(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether a call of the module is the forward of `kind` and nothing else, so that one may go round it."""
-    hooks = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return own_call(module, kind) and not hooks
+    return own_call(module, kind) and not hooked(module)
+
+
+def sole_call(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """`plain_call` of a module of just this class, in whose children no hook is either."""
+    if type(module) is not kind or not plain_call(module, kind):
+        return False
+    return not any(
+        hooked(child) for child in module._modules.values() if child is not None
+    )  # without their names' cost

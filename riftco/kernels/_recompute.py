@@ -160,19 +160,6 @@ def last_product(layer: nn.Module, x: Tensor) -> Tensor:
         _runs.last = _runs.unread = False
 
 
-def unwatched(layer: nn.Module) -> bool:
-    """Whether no hook and no other call than its class's sees what the layer, or one inside it, is given."""
-    return (
-        "forward" not in layer.__dict__
-        and layer._compiled_call_impl is None
-        and not any(
-            m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
-            for m in (layer, *layer._modules.values())  # without the cost of their names
-            if m is not None
-        )
-    )
-
-
 def unread() -> bool:
     """Whether nobody reads the result of the layer that runs."""
     return _runs.unread

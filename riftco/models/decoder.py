@@ -27,8 +27,7 @@ from ..functional import (
     sliced_head_loss,
     swiglu,
 )
-from ..nn import Embedding, RMSNorm, linear_group
-from .calls import own_call, plain
+from ..nn import Embedding, RMSNorm, linear_group, own_call, plain_call
 from .config import DecoderConfig
 from .errors import ModelError
 from .joined import product
@@ -362,7 +361,7 @@ class Decoder(nn.Module):
                 raise ModelError("activation_checkpointing='selective' is not made for tpu; use 'block' or 'disabled'")
             replayed, more = tpu.checkpoint, {}
             x = x if x.requires_grad else x.detach().requires_grad_()
-        open_ended = mode == "disabled" and all(plain(layer, Block) for layer in self.model.layers)
+        open_ended = mode == "disabled" and all(plain_call(layer, Block) for layer in self.model.layers)
         # where a block is compiled, the partitioner leaves out what nobody reads
         spares = mode == "block" and replayed is checkpoint and not torch.compiler.is_compiling()
         branch = None
@@ -465,7 +464,7 @@ def _of_documents(
 def _normed(norm: nn.Module, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
     """(norm of x + branch, x + branch): one launch, whose norm has x's dtype, unless somebody sees or changes what the
     norm is given."""
-    if plain(norm, RMSNorm):
+    if plain_call(norm, RMSNorm):
         return norm(x, branch)
     x = x + branch
     return norm(x), x

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .. import tpu
 from ..functional import NF4Weight, nf4_linear
-from ..nn import NF4Linear
+from ..nn import NF4Linear, plain_call
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -58,7 +58,7 @@ def product(x: Tensor, layers: Sequence[Any]) -> tuple[Tensor, ...] | None:
 def _alike(layers: Sequence[Any]) -> bool:
     """Whether they are plain layers of one kind, which nobody watches."""
     kind = type(layers[0])
-    if kind not in (nn.Linear, NF4Linear) or any(type(layer) is not kind or _watched(layer) for layer in layers):
+    if kind not in (nn.Linear, NF4Linear) or not all(type(x) is kind and plain_call(x, kind) for x in layers):
         return False
     if len({layer.bias is None for layer in layers}) > 1:
         return False
@@ -67,11 +67,6 @@ def _alike(layers: Sequence[Any]) -> bool:
     weights = [layer.weight for layer in layers]
     sizes = {(w.block_size, w.device) for w in weights}
     return len(sizes) == 1 and all(w.numel() % w.block_size == 0 for w in weights)
-
-
-def _watched(layer: Any) -> bool:
-    hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
-    return bool(hooks) or "forward" in layer.__dict__
 
 
 def _move(layers: Sequence[Any]) -> None:

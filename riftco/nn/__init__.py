@@ -1,5 +1,6 @@
-"""Every drop-in module."""
+"""Every drop-in module; and what a call of a module does, for those who go round it."""
 
+from ..kernels._calls import hooked, own_call, plain_call
 from ..kernels.attention.module import Attention
 from ..kernels.attention.multihead import MultiheadAttention
 from ..kernels.cached_attention.module import CachedAttention
@@ -42,5 +43,8 @@ __all__ = [
     "TiedLoRALinear",
     "TokensHead",
     "TrainableTokens",
+    "hooked",
     "linear_group",
+    "own_call",
+    "plain_call",
 ]

@@ -104,7 +104,7 @@ def test_what_is_apart_stays_apart(kind, bias):
     x = torch.randn(3, 64)
     with torch.enable_grad():
         assert product(x, layers(kind, bias)[1]) is None, "gradients go through linear_group"
-    for spoil in (hooked, moved, adapted, changed, another_kind):
+    for spoil in (hooked, moved, adapted, changed, compiled, another_kind):
         _, group = layers(kind, bias)
         assert product(x, group) is not None
         assert product(x, spoil(group)) is None, spoil.__name__
@@ -136,6 +136,11 @@ def adapted(group):
 
 def changed(group):
     group[1].forward = lambda x: F.linear(x, torch.zeros(32, 64))
+    return group
+
+
+def compiled(group):
+    group[1].compile()
     return group
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._recompute import unwatched
+from .._calls import sole_call
 from .formats import FORMATS, format_of
 from .op import dequantize_gguf, gguf_linear
 from .weight import GGUFWeight
@@ -65,7 +65,7 @@ class GGUFLinear(nn.Module):
 
     def saves_without_result(self) -> bool:
         """As `_recompute.last_product` asks."""
-        return type(self) is GGUFLinear and unwatched(self)
+        return sole_call(self, GGUFLinear)
 
     def extra_repr(self) -> str:
         return (

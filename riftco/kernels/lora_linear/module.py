@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .._recompute import unwatched
+from .._calls import sole_call
 from ..embedding.module import LoRAEmbedding, LoRAOptions, SharedHead
 from ..gguf_linear.module import GGUFLinear
 from ..nf4.module import NF4Linear
@@ -185,8 +185,8 @@ def _alone(x: Tensor, layer: nn.Module, rows: Tensor | None) -> Tensor:
 
 
 def _joins(layer: LoRALinear) -> bool:
-    """A LoRALinear whose call nobody watches: a hook, or a changed forward, must see its own layer."""
-    return type(layer) is LoRALinear and unwatched(layer)
+    """Whether nobody watches the layer's call: a hook, or a changed forward, must see its own layer."""
+    return sole_call(layer, LoRALinear)
 
 
 def _options(layer: LoRALinear) -> tuple:

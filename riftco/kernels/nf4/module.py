@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .._recompute import unwatched
+from .._calls import sole_call
 from .op import nf4_linear
 from .quantize import NESTED_BLOCK, dynamic_map, quantize_nf4
 from .weight import STATE_KEYS, NestedAbsmax, NF4Weight
@@ -95,7 +95,7 @@ class NF4Linear(nn.Module):
 
     def saves_without_result(self) -> bool:
         """As `_recompute.last_product` asks."""
-        return type(self) is NF4Linear and unwatched(self)
+        return sole_call(self, NF4Linear)
 
     def extra_repr(self) -> str:
         w = self.weight
