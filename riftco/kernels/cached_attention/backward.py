@@ -12,13 +12,13 @@ from .arguments import Inputs
 from .tiles import (
     LOG2E,
     as_float16,
+    cache_of,
     cached_at,
     dequantize,
     fetch,
     find_run,
     load_heads,
     load_rows,
-    of_head,
     place,
     power,
     reach,
@@ -213,39 +213,11 @@ def _cached_dq(
     d_q = tl.zeros([M, PAD], tl.float32)
     at = Tk - Tq + t
 
-    keys = of_head(
-        slot,
-        kh,
-        kc_ptr,
-        ks_ptr,
-        stride_kcp,
-        stride_kcr,
-        stride_kch,
-        stride_ksp,
-        stride_ksr,
-        stride_ksh,
-        PAGED,
-        QUANTIZED,
-    )
-    values = of_head(
-        slot,
-        kh,
-        vc_ptr,
-        vs_ptr,
-        stride_vcp,
-        stride_vcr,
-        stride_vch,
-        stride_vsp,
-        stride_vsr,
-        stride_vsh,
-        PAGED,
-        QUANTIZED,
-    )
-    if PAGED:
-        table_ptr += slot.to(tl.int64) * stride_table
-    else:
-        table_ptr = slots_ptr  # not read
-    table = (table_ptr, page_size, n_pages)
+    keys, values, table = cache_of(
+        slot, kh, kc_ptr, vc_ptr, ks_ptr, vs_ptr, table_ptr, slots_ptr, page_size, n_pages, stride_kcp, stride_kcr,
+        stride_kch, stride_vcp, stride_vcr, stride_vch, stride_ksp, stride_ksr, stride_ksh, stride_vsp, stride_vsr,
+        stride_vsh, stride_table, PAGED, QUANTIZED,
+    )  # fmt: skip
     options = (left, least, scale, softcap)
     if QUANTIZED and q.dtype == tl.bfloat16:
         q, q_scale = as_float16(q, scale)

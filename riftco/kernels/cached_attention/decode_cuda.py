@@ -13,15 +13,15 @@ from torch import Tensor
 from .._launch import next_power_of_2, on
 from . import compose, route
 from .arguments import Inputs
-from .forward import _over_prefix
-from .tiles import LOG2E, as_float16, bent, load_heads, of_head, power, quantize, store_heads
+from .forward import over_prefix
+from .tiles import LOG2E, as_float16, bent, cache_of, load_heads, power, quantize, store_heads
 from .write import SMALLEST
 
 JOINED = 8192  # elements of partial results that a program joins at once
 
 
 @triton.jit
-def _turned(x, ptr, ok, cos_ptr, sin_ptr, half, stride, D: tl.constexpr, PAD: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _turned(x, ptr, ok, cos_ptr, sin_ptr, half, stride, PAD: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Rows x [n, PAD] that were loaded at `ptr` [n], turned by the rows of cos and sin at their pointers [n]:
     (a cos - b sin, b cos + a sin) in float32, rounded once; columns behind the pairs stay."""
     col = tl.arange(0, PAD)
@@ -173,7 +173,7 @@ def _queries(
     if TURNS:
         at += t.to(tl.int64) * stride_qt + g.to(tl.int64) * stride_qh
         i = row0 + t
-        q = _turned(q, at, ok, cos_ptr + i * stride_cos, sin_ptr + i * stride_sin, half, stride_qd, D, PAD, INTERLEAVED)
+        q = _turned(q, at, ok, cos_ptr + i * stride_cos, sin_ptr + i * stride_sin, half, stride_qd, PAD, INTERLEAVED)
     return q
 
 
@@ -190,7 +190,7 @@ def _new_row(
     v = tl.load(v_at[:, None] + col * stride_vd, mask=col < D, other=0.0)
     if TURNS:
         k = _turned(
-            k, k_at, r >= 0, cos_ptr + r * stride_cos, sin_ptr + r * stride_sin, half, stride_kd, D, PAD, INTERLEAVED
+            k, k_at, r >= 0, cos_ptr + r * stride_cos, sin_ptr + r * stride_sin, half, stride_kd, PAD, INTERLEAVED
         )
     return k, v
 
@@ -247,18 +247,11 @@ def _cached_decode(
         low += piece * size
         high = tl.minimum(high, low + size)
 
-    keys = of_head(
-        slot, kh, kc_ptr, ks_ptr, stride_kcp, stride_kcr, stride_kch, stride_ksp, stride_ksr, stride_ksh, PAGED,
-        QUANTIZED,
+    keys, values, table = cache_of(
+        slot, kh, kc_ptr, vc_ptr, ks_ptr, vs_ptr, table_ptr, slots_ptr, page_size, n_pages, stride_kcp, stride_kcr,
+        stride_kch, stride_vcp, stride_vcr, stride_vch, stride_ksp, stride_ksr, stride_ksh, stride_vsp, stride_vsr,
+        stride_vsh, stride_table, PAGED, QUANTIZED,
     )  # fmt: skip
-    values = of_head(
-        slot, kh, vc_ptr, vs_ptr, stride_vcp, stride_vcr, stride_vch, stride_vsp, stride_vsr, stride_vsh, PAGED,
-        QUANTIZED,
-    )  # fmt: skip
-    if PAGED:
-        table = (table_ptr + slot.to(tl.int64) * stride_table, page_size, n_pages)
-    else:
-        table = (slots_ptr, page_size, n_pages)  # not read
     by = scale
     if QUANTIZED and q.dtype == tl.bfloat16:  # codes become float16 at far less cost, and more exactly
         q, by = as_float16(q, scale)
@@ -266,7 +259,7 @@ def _cached_decode(
     acc = tl.zeros([M, PAD], tl.float32)
     total = tl.zeros([M], tl.float32)
     m = tl.full([M], -float("inf"), tl.float32)
-    acc, total, m = _over_prefix(
+    acc, total, m = over_prefix(
         acc, total, m, q, start + f // G, low, high, keys, values, table, options, D, PAD, N, PAGED, QUANTIZED, WINDOW,
         CAPPED, True,
     )  # fmt: skip

@@ -11,13 +11,13 @@ from .arguments import Inputs
 from .tiles import (
     LOG2E,
     as_float16,
+    cache_of,
     cached_at,
     dequantize,
     fetch,
     find_run,
     load_heads,
     load_rows,
-    of_head,
     place,
     power,
     reach,
@@ -42,7 +42,7 @@ def _weigh(total, m, q, k, see, scale, softcap, CAPPED: tl.constexpr, MASK: tl.c
 
 
 @triton.jit
-def _over_prefix(
+def over_prefix(
     acc, total, m, q, at, first, last, keys, values, table, options,
     D: tl.constexpr, PAD: tl.constexpr, N: tl.constexpr, PAGED: tl.constexpr, QUANTIZED: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr,
@@ -154,50 +154,22 @@ def _cached_fwd(
     m = tl.full([M], -float("inf"), tl.float32)
     at = Tk - Tq + t
 
-    keys = of_head(
-        slot,
-        kh,
-        kc_ptr,
-        ks_ptr,
-        stride_kcp,
-        stride_kcr,
-        stride_kch,
-        stride_ksp,
-        stride_ksr,
-        stride_ksh,
-        PAGED,
-        QUANTIZED,
-    )
-    values = of_head(
-        slot,
-        kh,
-        vc_ptr,
-        vs_ptr,
-        stride_vcp,
-        stride_vcr,
-        stride_vch,
-        stride_vsp,
-        stride_vsr,
-        stride_vsh,
-        PAGED,
-        QUANTIZED,
-    )
-    if PAGED:
-        table_ptr += slot.to(tl.int64) * stride_table
-    else:
-        table_ptr = slots_ptr  # not read
-    table = (table_ptr, page_size, n_pages)
+    keys, values, table = cache_of(
+        slot, kh, kc_ptr, vc_ptr, ks_ptr, vs_ptr, table_ptr, slots_ptr, page_size, n_pages, stride_kcp, stride_kcr,
+        stride_kch, stride_vcp, stride_vcr, stride_vch, stride_ksp, stride_ksr, stride_ksh, stride_vsp, stride_vsr,
+        stride_vsh, stride_table, PAGED, QUANTIZED,
+    )  # fmt: skip
     if QUANTIZED and q.dtype == tl.bfloat16:  # codes become float16 at far less cost, and more exactly
         q, scale = as_float16(q, scale)
     options = (left, least, scale, softcap)
     middle = low  # every row of the tile sees the keys below
     if not WINDOW and not DECODE:
         middle = tl.maximum(low, tl.minimum(high, start + Tk - Tq + first // G + 1) // N * N)
-        acc, norm, m = _over_prefix(
+        acc, norm, m = over_prefix(
             acc, norm, m, q, start + at, low, middle, keys, values, table, options, D, PAD, N, PAGED, QUANTIZED, WINDOW,
             CAPPED, False,
         )  # fmt: skip
-    acc, norm, m = _over_prefix(
+    acc, norm, m = over_prefix(
         acc, norm, m, q, start + at, middle, high, keys, values, table, options, D, PAD, N, PAGED, QUANTIZED, WINDOW,
         CAPPED, True,
     )  # fmt: skip

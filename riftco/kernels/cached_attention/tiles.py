@@ -254,7 +254,7 @@ def reach(first, prefix, start, left, t_low, t_high, Tq, Tk, N: tl.constexpr, WI
 
 
 @triton.jit
-def of_head(
+def _of_head(
     slot, kh, rows_ptr, scale_ptr, stride_page, stride_row, stride_head, stride_scale_page, stride_scale_row,
     stride_scale_head, PAGED: tl.constexpr, QUANTIZED: tl.constexpr,
 ):  # fmt: skip
@@ -269,3 +269,25 @@ def of_head(
     if not QUANTIZED:
         scale_ptr = rows_ptr
     return rows_ptr, stride_page, stride_row, scale_ptr, stride_scale_page, stride_scale_row
+
+
+@triton.jit
+def cache_of(
+    slot, kh, kc_ptr, vc_ptr, ks_ptr, vs_ptr, table_ptr, slots_ptr, page_size, n_pages, stride_kcp, stride_kcr,
+    stride_kch, stride_vcp, stride_vcr, stride_vch, stride_ksp, stride_ksr, stride_ksh, stride_vsp, stride_vsr,
+    stride_vsh, stride_table, PAGED: tl.constexpr, QUANTIZED: tl.constexpr,
+):  # fmt: skip
+    """(keys, values, table) of a slot and a key head, as `fetch` and `cached_at` take them."""
+    keys = _of_head(
+        slot, kh, kc_ptr, ks_ptr, stride_kcp, stride_kcr, stride_kch, stride_ksp, stride_ksr, stride_ksh, PAGED,
+        QUANTIZED,
+    )  # fmt: skip
+    values = _of_head(
+        slot, kh, vc_ptr, vs_ptr, stride_vcp, stride_vcr, stride_vch, stride_vsp, stride_vsr, stride_vsh, PAGED,
+        QUANTIZED,
+    )  # fmt: skip
+    if PAGED:
+        table_ptr += slot.to(tl.int64) * stride_table
+    else:
+        table_ptr = slots_ptr  # not read
+    return keys, values, (table_ptr, page_size, n_pages)
