@@ -14,7 +14,6 @@ PREFIX = "base_model.model."  # of PEFT's keys
 LINEAR = (torch.nn.Linear, nn.NF4Linear, nn.GGUFLinear)
 EMBEDDING = (torch.nn.Embedding, nn.GGUFEmbedding)
 CARRIERS = (nn.LoRALinear, nn.LoRAEmbedding, nn.TiedLoRALinear, nn.TrainableTokens, nn.TokensHead)
-Carrier = nn.LoRALinear | nn.LoRAEmbedding | nn.TiedLoRALinear | nn.TrainableTokens | nn.TokensHead
 RECORD = "adapter_record"  # where a model keeps its Record
 
 

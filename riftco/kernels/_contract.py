@@ -72,11 +72,11 @@ def define(
     if unknown:
         raise ValueError(f"riftco::{name}: unknown device types {sorted(unknown)}; known: {', '.join(KEYS)}")
     of_device = {"cuda": routes} if isinstance(routes, str) else routes or {}
-    op = Op(name, spec, {"cpu": spec, **launchers}, of_device)
+    TABLE[name] = Op(name, spec, {"cpu": spec, **launchers}, of_device)
     forward = TABLE.get(name.removesuffix("_bwd") + "_fwd") if name.endswith("_bwd") else None
-    if forward and (lacking := forward.launchers.keys() - op.launchers.keys()):  # no graph that cannot be computed
+    if forward and (lacking := [d for d in forward.launchers if not has_backward(forward.name, d)]):
+        del TABLE[name]  # no graph that cannot be computed
         raise RuntimeError(f"riftco::{forward.name} runs on {', '.join(sorted(lacking))}, where {name} does not")
-    TABLE[name] = op
     torch.library.define(f"riftco::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"riftco::{name}", fake)
     for device, key in KEYS.items():

@@ -131,7 +131,7 @@ def _measured(
 
 def _sorted(report: MemoryReport, alive: list[Storage], settings: FinetuneConfig, target: str) -> Prediction:
     """A phase's peak by what it is for."""
-    kinds = {name: report.kinds.get(name, 0) for name in report.kinds}
+    kinds = report.kinds
     trained, frozen = kinds.get("parameter", 0), kinds.get("frozen weight", 0)
     full = settings.method == "full"
     head = sum(s.nbytes for s in alive if not s.labels and s.where.startswith("kernels/linear_cross_entropy"))

@@ -100,7 +100,7 @@ class _Scores:
         if cu_k is not None and len(slots):
             count = cu_k.long().diff()[q_rows.run]
         see = visible(q_rows, k_rows, count, slots.long(), positions, n_slots, window, left)
-        self.live, self.scale, self.cap = see[2], D**-0.5 if scale is None else scale, softcap
+        self.live, self.scale = see[2], D**-0.5 if scale is None else scale
         self.see = torch.cat([see[0].flatten(1), see[1]], 1)
         seen_c, seen_n = see[0].any(0), see[1].any(0)  # what nobody sees may hold NaN
         self.q = q.to(acc).masked_fill(~self.live[:, None, None], 0.0).unflatten(1, (K, H // K))
