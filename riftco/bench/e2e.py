@@ -9,8 +9,6 @@ model is compared with transformers, and each competitor's first loss with ln V,
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import gc
 import importlib.util
 import itertools
@@ -26,8 +24,9 @@ from torch import Tensor
 
 from . import timing
 from .machine import machine_columns, reason_of
+from .rows import append, file_of
 
-_LLAMA = dict(model_type="llama", rope_theta=500000.0, max_position_embeddings=131072, rms_norm_eps=1e-5)
+LLAMA = dict(model_type="llama", rope_theta=500000.0, max_position_embeddings=131072, rms_norm_eps=1e-5)
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": dict(
         model_type="llama", hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
@@ -40,11 +39,11 @@ SIZES: dict[str, dict[str, Any]] = {
         tie_word_embeddings=True,
     ),
     "1b": dict(
-        **_LLAMA, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+        **LLAMA, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
         num_key_value_heads=8, head_dim=64, vocab_size=128256, tie_word_embeddings=True,
     ),
     "8b": dict(
-        **_LLAMA, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        **LLAMA, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, vocab_size=128256, tie_word_embeddings=False,
     ),
 }  # fmt: skip
@@ -65,7 +64,7 @@ class Wrong(Exception):
     """A competitor whose numbers cannot be right is not timed."""
 
 
-def _random_model(make: Callable[[], Any], dtype: torch.dtype, device: str) -> Any:
+def random_model(make: Callable[[], Any], dtype: torch.dtype, device: str) -> Any:
     """Built on the device in its dtype: the float32 copy of a large model would not fit beside it."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -76,12 +75,7 @@ def _random_model(make: Callable[[], Any], dtype: torch.dtype, device: str) -> A
         torch.set_default_dtype(before)
 
 
-def _replace(model: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, module)
-
-
-def _block_linears(model: torch.nn.Module) -> list[str]:
+def block_linears(model: torch.nn.Module) -> list[str]:
     return [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "lm_head" not in n]
 
 
@@ -89,15 +83,13 @@ def riftco_model(shape: dict, method: str, checkpointing: bool, dtype: torch.dty
     """(model, its loss of ids [B, T]) through riftco's public classes."""
     from riftco.adapters import LoraSpec, apply_lora
     from riftco.models import Decoder, DecoderConfig
-    from riftco.nn import NF4Linear
+    from riftco.models.load import quantize_blocks
 
     config = DecoderConfig.from_hf(shape)
     kind = "block" if checkpointing else "disabled"
-    model = _random_model(lambda: Decoder(config, activation_checkpointing=kind), dtype, device)
+    model = random_model(lambda: Decoder(config, activation_checkpointing=kind), dtype, device)
     if method == "qlora":
-        for name in _block_linears(model):
-            linear = model.get_submodule(name)
-            _replace(model, name, NF4Linear.from_linear(linear))
+        quantize_blocks(model)
     apply_lora(model, LoraSpec(rank=RANK, alpha=ALPHA, target_modules=TARGETS), seed=0)
     model.train()
 
@@ -119,13 +111,13 @@ def transformers_model(shape: dict, method: str, checkpointing: bool, dtype: tor
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(**{k: v for k, v in shape.items() if k != "model_type"})
-    model = _random_model(
+    model = random_model(
         lambda: AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa"), dtype, device
     )
     if method == "qlora":
         import bitsandbytes
 
-        for name in _block_linears(model):
+        for name in block_linears(model):
             linear = model.get_submodule(name)
             packed = bitsandbytes.nn.Linear4bit(
                 linear.in_features,
@@ -136,7 +128,7 @@ def transformers_model(shape: dict, method: str, checkpointing: bool, dtype: tor
                 device="meta",
             )
             packed.weight = bitsandbytes.nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
-            _replace(model, name, packed.to(device))
+            model.set_submodule(name, packed.to(device))
         model.is_loaded_in_4bit = True
     spec = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=list(TARGETS), task_type="CAUSAL_LM")
     model = get_peft_model(model, spec)
@@ -265,11 +257,11 @@ def measure(
 
     Raises Wrong, or whatever the competitor raises.
     """
-    before = _allocated(device)
+    before = timing.allocated(device)
     torch.manual_seed(0)
     model, loss_of = COMPETITORS[name][0](shape, options.method, options.checkpointing, dtype, device)
     ids = torch.randint(0, shape["vocab_size"], (options.batch, options.seq), device=device)
-    weights = _allocated(device) - before if device == "cuda" else _bytes_of(model)
+    weights = timing.allocated(device) - before if device == "cuda" else _bytes_of(model)
     trainer = graph_trainer(model, ids, options.method) if name == GRAPH else None
     step = eager_step(model, loss_of, ids) if trainer is None else lambda: trainer.run(1).metrics[0].loss
 
@@ -291,10 +283,10 @@ def measure(
     else:
         samples = []
         for _ in range(options.steps):
-            _wait(device)
+            timing.wait(device)
             start = time.perf_counter()
             loss = step()
-            _wait(device)
+            timing.wait(device)
             samples.append(1e3 * (time.perf_counter() - start))
         last = float(loss)
     if not last < first:
@@ -309,15 +301,6 @@ def measure(
         "p90_ms": t.p90_ms, "steps": t.launches, "peak_gib": (peak + weights) / 2**30, "weights_gib": weights / 2**30,
         "first_loss": first, "last_loss": last,
     }  # fmt: skip
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def _allocated(device: str) -> int:
-    return torch.cuda.memory_allocated() if device == "cuda" else 0
 
 
 def _bytes_of(model: torch.nn.Module) -> int:
@@ -404,19 +387,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None, folder: str | pathlib.Path = "bench-results") -> int:
     """The command; returns the exit status, 1 where riftco is wrong or fails."""
     options = parser().parse_args(argv)
-    out = options.out or pathlib.Path(folder) / f"{datetime.date.today()}-e2e-{options.device}.csv"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    fresh = not out.exists()
-    with out.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if fresh:
-            writer.writeheader()
-
-        def write(row: dict) -> None:
-            writer.writerow(row)
-            file.flush()
-
-        status = run(options, write)
+    out = file_of(options.out, folder, f"e2e-{options.device}")
+    status = run(options, lambda row: append(out, COLUMNS, [row]))
     print(f"written to {out}")
     return status
 

@@ -15,10 +15,11 @@ from torch import Tensor
 from ..adapters import LoraSpec
 from ..functional import attention_with_cache
 from ..models import Decoder, DecoderConfig, KVCache
-from ..nn import NF4Linear
+from ..models.load import quantize_blocks
 from ..serve import Batch, Engine
 from ..train.chunked import adjoint_bytes
-from .e2e import SIZES, _block_linears, _random_model, _replace
+from .e2e import SIZES, random_model
+from .timing import wait
 
 SHAPES: dict[str, dict[str, Any]] = SIZES | {
     "4b": dict(  # as Qwen3-4B
@@ -68,10 +69,9 @@ def random_decoder(args: argparse.Namespace) -> Decoder:
     device = device_of(args)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     torch.manual_seed(SEED)
-    model = _random_model(lambda: Decoder(DecoderConfig.from_hf(shape_of(args))), dtype, device)
+    model = random_model(lambda: Decoder(DecoderConfig.from_hf(shape_of(args))), dtype, device)
     if args.method == "nf4":
-        for name in _block_linears(model):
-            _replace(model, name, NF4Linear.from_linear(model.get_submodule(name)))
+        quantize_blocks(model)
     return model
 
 
@@ -129,11 +129,6 @@ def plain_step(engine: Engine, prefix: int, tokens: list[int], reply: list[int])
         loss = model.head_loss(hidden[0], target)
         loss.backward()
     return float(loss.detach())
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def milliseconds(function: Callable[[], object], device: torch.device, repeats: int) -> float:

@@ -101,15 +101,11 @@ def agreement(lesson: Lesson) -> dict[str, float]:
     return {"cosine": cosine, "norm_ratio": ratio}
 
 
-def held(kind: str) -> int:
-    return torch.cuda.memory_allocated() if kind == "cuda" else 0
-
-
 def measure(engine: Engine, reply: int, repeats: int) -> dict[str, Any]:
     """A row of one window."""
     device, kind = engine.model.device, engine.model.device.type
     lesson = Lesson(engine, reply)
-    reserved = held(kind)  # what serving alone holds
+    reserved = timing.allocated(kind)  # what serving alone holds
     right = agreement(lesson)
     first = lesson.learn().loss_before  # the shadow, its optimizer and its journal are there from now on
     assert first is not None
@@ -122,7 +118,7 @@ def measure(engine: Engine, reply: int, repeats: int) -> dict[str, Any]:
         lesson.gradients()
         lesson.taken()
 
-    losses, learner = [first], held(kind) - reserved
+    losses, learner = [first], timing.allocated(kind) - reserved
     peak = timing.peak_bytes(lambda: losses.append(lesson.learn().loss_before), kind) + graph_bytes(engine)
     plain_peak = timing.peak_bytes(plain, kind)
     times = {
@@ -143,7 +139,7 @@ def measure(engine: Engine, reply: int, repeats: int) -> dict[str, Any]:
 def run(args: argparse.Namespace, out: pathlib.Path) -> int:
     """All windows; returns the exit status."""
     device, model = device_of(args), random_decoder(args)
-    weights, status = held(device), 0
+    weights, status = timing.allocated(device), 0
     for window in args.windows:
         engine = learning_engine(
             model,

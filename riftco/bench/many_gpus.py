@@ -28,14 +28,14 @@ from ..optim import Adam
 from ..train import Ranks, Schedule, Trainer, TrainingMetric
 from ..train.failures import out_of_memory
 from ..train.sharding import Sharded
-from .e2e import _LLAMA, SIZES, _random_model, riftco_model
+from .e2e import LLAMA, SIZES, random_model, riftco_model
 from .machine import machine_columns, reason_of
 from .rows import append, file_of
 
 SHAPES: dict[str, dict[str, Any]] = {
     **SIZES,
     "3b": dict(
-        **_LLAMA, hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24,
+        **LLAMA, hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24,
         num_key_value_heads=8, vocab_size=128256, tie_word_embeddings=False,
     ),
 }  # fmt: skip
@@ -148,7 +148,7 @@ def full(options, shape: dict, dtype: torch.dtype, ranks: Ranks, write: Callable
     kind = "block" if options.checkpointing else "disabled"
     case = "full" if ranks.alone else "full fsdp"
     try:
-        model: Any = _random_model(
+        model: Any = random_model(
             lambda: Decoder(DecoderConfig.from_hf(shape), activation_checkpointing=kind), dtype, ranks.device.type
         )
         if not ranks.alone:

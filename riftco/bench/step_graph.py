@@ -8,8 +8,6 @@ they are measured where `--variants` names them.
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import gc
 import pathlib
 import sys
@@ -25,13 +23,14 @@ from torch.profiler import ProfilerActivity, profile
 from ..adapters import LoraSpec, apply_lora
 from ..data import TokenArrays, TokenLoader
 from ..models import Decoder, DecoderConfig
-from ..nn import NF4Linear
+from ..models.load import quantize_blocks
 from ..optim import Adam
 from ..train import Schedule, StepGraph, Trainer
 from ..train.step_graph import CudaCapture
 from . import timing
-from .e2e import SIZES, _random_model, step_ms
+from .e2e import SIZES, random_model, step_ms
 from .machine import machine_columns, reason_of
+from .rows import append, file_of
 
 # name -> (shape, method, rows, tokens of a row)
 STEPS: dict[str, tuple[dict[str, Any], str, int, int]] = {
@@ -63,12 +62,9 @@ def trainer(step: str, variant: str, dtype: torch.dtype, device: str, steps: int
     shape, method, rows, length = STEPS[step]
     torch.manual_seed(0)
     config = DecoderConfig.from_hf(shape)
-    model = _random_model(lambda: Decoder(config), dtype, device)
+    model = random_model(lambda: Decoder(config), dtype, device)
     if method == "qlora":
-        for name, layer in [*model.model.layers.named_modules()]:
-            if isinstance(layer, torch.nn.Linear):
-                parent, _, leaf = name.rpartition(".")
-                setattr(model.model.layers.get_submodule(parent), leaf, NF4Linear.from_linear(layer))
+        quantize_blocks(model)
         apply_lora(model, LoraSpec(rank=16, alpha=32), seed=0)
     if variant == "compiled blocks":
         for block in model.model.layers:
@@ -96,7 +92,7 @@ def measure(
     if not off_by <= most:
         raise Wrong(f"its losses are off by {off_by:.1e} from the eager ones; {most:g} is accepted")
     pool = 0 if graph is None else graph.pool_bytes  # which the allocator counts as free
-    peak = timing.peak_bytes(lambda: made.run(1), device) + held(device) + pool
+    peak = timing.peak_bytes(lambda: made.run(1), device) + timing.allocated(device) + pool  # a step's own is on top
     samples, _ = step_ms(made, options.steps)
     hosts = [host_ms(made, device) for _ in range(options.steps)]
     t, (_, _, rows, length) = timing.summary(samples), STEPS[step]
@@ -145,7 +141,7 @@ def host_ms(made: Trainer, device: str) -> float:
 
     def timed(*args):
         nonlocal seconds
-        wait(device)
+        timing.wait(device)
         start = time.perf_counter()
         loss = real(*args)
         seconds += time.perf_counter() - start
@@ -154,16 +150,6 @@ def host_ms(made: Trainer, device: str) -> float:
     with unittest.mock.patch.object(made, "_micro_batch", timed):
         made.run(1)
     return 1e3 * seconds
-
-
-def wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def held(device: str) -> int:
-    """Weights, optimizer state and a graph's pool, which a step's own peak does not count."""
-    return torch.cuda.memory_allocated() if device == "cuda" else 0
 
 
 def run(options, write: Callable[[dict], None]) -> int:
@@ -193,7 +179,7 @@ def run(options, write: Callable[[dict], None]) -> int:
             if device == "cuda":
                 torch.cuda.empty_cache()
             print(show(step, variant, row), flush=True)
-            write({**common, "step": step, "variant": variant, **{k: v for k, v in row.items() if k in COLUMNS}})
+            write({**common, "step": step, "variant": variant, **row})
             expected = variant == "eager" or (variant == "step graph" and device == "cuda")
             status |= int(expected and row["status"] != "ok")
     return status
@@ -221,19 +207,8 @@ def main(argv: list[str] | None = None, folder: str | pathlib.Path = "bench-resu
     p.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--out", type=pathlib.Path, help="CSV, appended to; default <folder>/<date>-step_graph-<device>.csv")
     options = p.parse_args(argv)
-    out = options.out or pathlib.Path(folder) / f"{datetime.date.today()}-step_graph-{options.device}.csv"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    fresh = not out.exists()
-    with out.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if fresh:
-            writer.writeheader()
-
-        def write(row: dict) -> None:
-            writer.writerow(row)
-            file.flush()
-
-        status = run(options, write)
+    out = file_of(options.out, folder, f"step_graph-{options.device}")
+    status = run(options, lambda row: append(out, COLUMNS, [row]))
     print(f"written to {out}")
     return status
 

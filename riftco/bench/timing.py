@@ -38,6 +38,17 @@ class Flush:
         self.buffer.zero_()
 
 
+def wait(device: torch.device | str) -> None:
+    """Until the device has done what it was asked for."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+
+
+def allocated(device: torch.device | str) -> int:
+    """Bytes that torch's allocator has given out; 0 on a CPU."""
+    return torch.cuda.memory_allocated() if torch.device(device).type == "cuda" else 0
+
+
 def interleaved(
     functions: Mapping[str, Callable[[], object]], device: str, seconds: float, least: int = 5, most: int = 100,
     held: Mapping[str, float] | None = None,

@@ -9,8 +9,8 @@ import torch
 from ..adapters import apply_lora
 from ..models import Decoder, load_model
 from ..models.config import DecoderConfig
+from ..models.load import quantize_blocks
 from ..models.safetensors_folder import read_json
-from ..nn import NF4Linear
 from ..optim import Adam
 from ..train.config import DTYPES, FinetuneConfig, at_least, pick_device
 from .report import MemoryReport
@@ -95,7 +95,5 @@ def _random(path: pathlib.Path, method: str, device: torch.device, dtype: torch.
     with device:
         model = Decoder(config).to(dtype or small)
     if method == "qlora":
-        for name, child in list(model.model.layers.named_modules()):
-            if isinstance(child, torch.nn.Linear):
-                model.model.layers.set_submodule(name, NF4Linear.from_linear(child))
+        quantize_blocks(model)
     return model

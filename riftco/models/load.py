@@ -214,6 +214,13 @@ def _fill(
         model.set_submodule(path, NF4Linear.from_linear(module))
 
 
+def quantize_blocks(model: Decoder) -> None:
+    """Turn the linear layers of the blocks into NF4Linear, in place: as `load_model(weights="nf4")` has them."""
+    for name, layer in list(model.model.layers.named_modules()):
+        if isinstance(layer, nn.Linear):
+            model.model.layers.set_submodule(name, NF4Linear.from_linear(layer))
+
+
 def _check_names(source: Source, needed: Mapping[str, tuple[int, ...]], packed: Mapping[str, list[str]]) -> None:
     """Before any weight is read: the file has what the model needs, in its shapes, and nothing else.
 

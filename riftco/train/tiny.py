@@ -18,8 +18,8 @@ from ..adapters import LoraSpec, apply_lora, save_adapter
 from ..data import TokenArrays, TokenLoader
 from ..models import Decoder, DecoderConfig, save_hf
 from ..models.decoder import ACTIVATION_CHECKPOINTING, ATTENTION
+from ..models.load import quantize_blocks
 from ..models.rotary import Rope
-from ..nn import NF4Linear
 from ..optim import Adam
 from .config import METHODS, ConfigError
 from .evaluate import evaluate
@@ -149,9 +149,7 @@ def _model(run: TinyRun, device: torch.device) -> tuple[Decoder, LoraSpec | None
             if p.dim() == 2:
                 p.mul_(10)  # an adapter steers what the frozen weights make; those of a new model make next to nothing
     if run.method == "qlora":
-        for path, module in [*model.named_modules()]:
-            if isinstance(module, torch.nn.Linear) and path.startswith("model.layers."):
-                model.set_submodule(path, NF4Linear.from_linear(module))
+        quantize_blocks(model)
     model = model.to(tpu.made_on(device))
     spec = LoraSpec(rank=16, alpha=32)
     apply_lora(model, spec, seed=run.model_seed)

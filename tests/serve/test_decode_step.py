@@ -10,13 +10,12 @@ import torch
 from objective import LAYERS, SPEC, V, add, decoder, engine, prefill, tokens
 from recorded import Recorder, Tape, Waits, storage
 
-from riftco.bench.e2e import _block_linears, _replace
 from riftco.models import Decoder, DecoderConfig
 from riftco.models.held import all_held
 from riftco.models.joined import lay_side_by_side
 from riftco.models.kv_cache import RowStep
+from riftco.models.load import quantize_blocks
 from riftco.models.rotary import Rope
-from riftco.nn import NF4Linear
 from riftco.serve import Batch, Engine, Request, Sampling, Scheduler, decode_step
 from riftco.train.capture import CannotCapture
 
@@ -394,8 +393,8 @@ def test_on_a_gpu(layout, nf4, dtype):
     def build(graphs):
         torch.manual_seed(1)
         model = decoder().to("cuda", torch.bfloat16)
-        for name in _block_linears(model) if nf4 else []:
-            _replace(model, name, NF4Linear.from_linear(model.get_submodule(name)))
+        if nf4:
+            quantize_blocks(model)
         made = Engine(
             model, slots=5, window=48, cache_dtype=dtype, chunk=8, cuda_graphs=graphs,
             **LAYOUTS[layout],

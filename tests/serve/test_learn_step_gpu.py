@@ -7,16 +7,15 @@ from test_decode_step import LAYOUTS, one_token
 from test_learn_step import PROMPTS, counts, learn, same
 
 from riftco.adapters import LoraSpec
-from riftco.bench.e2e import _block_linears, _replace
-from riftco.nn import NF4Linear
+from riftco.models.load import quantize_blocks
 from riftco.serve import Engine
 
 
 def gpu(graphs, nf4=False, dtype="float16", spec=SPEC, **options):
     torch.manual_seed(1)
     model = decoder().to("cuda", torch.bfloat16)
-    for name in _block_linears(model) if nf4 else []:
-        _replace(model, name, NF4Linear.from_linear(model.get_submodule(name)))
+    if nf4:
+        quantize_blocks(model)
     made = Engine(
         model, slots=3, window=48, cache_dtype=dtype, **{"chunk": 32, "learn_chunk": 32, **options}, learn_graphs=graphs
     )  # fmt: skip

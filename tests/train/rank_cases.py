@@ -11,7 +11,7 @@ from riftco.adapters import LoraSpec, apply_lora
 from riftco.data import Batch, DataError, Example, Geometry, Loader, nothing
 from riftco.functional import linear_cross_entropy
 from riftco.models import Decoder, DecoderConfig
-from riftco.nn import NF4Linear
+from riftco.models.load import quantize_blocks
 from riftco.optim import Adam
 from riftco.train import Ranks, Schedule, StepAbandoned, Trainer, TrainerPoisoned, evaluate
 from riftco.train.gather import gathered, scatter
@@ -32,9 +32,7 @@ def model_of(method: str, checkpointing: str = "disabled", tied: bool = False) -
     if method == "full":
         return model
     if method == "qlora":
-        for name, layer in list(model.named_modules()):
-            if isinstance(layer, torch.nn.Linear) and name != "lm_head":
-                model.set_submodule(name, NF4Linear.from_linear(layer))
+        quantize_blocks(model)
     apply_lora(model, LoraSpec(rank=4, alpha=8), seed=0)
     with torch.no_grad():
         for p in model.parameters():

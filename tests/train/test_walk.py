@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from riftco.adapters import LoraSpec, apply_lora
 from riftco.functional import Cache
 from riftco.models import Decoder, DecoderConfig, KVCache
+from riftco.models.load import quantize_blocks
 from riftco.models.rotary import Rope
-from riftco.nn import NF4Linear
 from riftco.train import read, walk, walk_runs
 from riftco.train.chunked import _Run, adjoint_bytes, chunks_of, runs_of
 
@@ -134,9 +134,7 @@ def test_in_float64_chunks_are_exact_to_its_last_digits(recompute):
 
 def test_over_a_quantised_base():
     model = decoder()
-    for path, module in [*model.named_modules()]:
-        if isinstance(module, torch.nn.Linear) and path.startswith("model.layers."):
-            model.set_submodule(path, NF4Linear.from_linear(module))
+    quantize_blocks(model)
     apply_lora(model, LoraSpec(rank=4), seed=1)
     ids, target = row(RUN)
     model.loss(ids[None], target[None]).backward()
