@@ -78,7 +78,7 @@ def save_checkpoint(
         write_weights(fresh)
         save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, fresh / TENSORS)
         (fresh / STATE).write_text(json.dumps(dict(state)))
-        files = {f.name: {"bytes": f.stat().st_size, "sha256": _sha256(f)} for f in sorted(fresh.iterdir())}
+        files = {f.name: {"bytes": f.stat().st_size, "sha256": sha256_of(f)} for f in sorted(fresh.iterdir())}
         (fresh / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": files}, indent=1))
         for file in fresh.iterdir():
             fsync(file)
@@ -126,7 +126,7 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
         raise CheckpointError(_damaged(where, f"{MANIFEST} names no files"))
     for name, want in files.items():
         file = where / name
-        if not file.is_file() or file.stat().st_size != want.get("bytes") or _sha256(file) != want.get("sha256"):
+        if not file.is_file() or file.stat().st_size != want.get("bytes") or sha256_of(file) != want.get("sha256"):
             raise CheckpointError(_damaged(where, f"{name} is missing or changed"))
     try:
         tensors = load_file(where / TENSORS)
@@ -195,6 +195,7 @@ def _damaged(folder: pathlib.Path, why: str) -> str:
     return f"{folder} is damaged ({why}); delete this folder to resume from the checkpoint before it"
 
 
-def _sha256(file: pathlib.Path) -> str:
+def sha256_of(file: str | pathlib.Path) -> str:
+    """Of the whole file, in hexadecimal digits."""
     with open(file, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()

@@ -30,7 +30,7 @@ from ..models import Decoder, Tokenizer, base_digest, load_model, load_tokenizer
 from ..models.config import DecoderConfig
 from ..models.load import open_source
 from ..optim import Adam
-from .checkpoint import Checkpoint, check_base, checkpoints, open_checkpoint
+from .checkpoint import Checkpoint, check_base, checkpoints, open_checkpoint, sha256_of
 from .config import DTYPES, ConfigError, FinetuneConfig, configured, device_of_process
 from .duty import DutyCycle
 from .loop import Trainer
@@ -151,7 +151,7 @@ def _read_all(given: Mapping[str, Any], resume: bool, reporter: Reporter, ranks:
         "riftco": __version__,
         "config": config.asdict(),
         "base_digest": digest,
-        "data_digest": base_digest(config.data) if config.stream or is_tokens(config.data) else _digest(config.data),
+        "data_digest": base_digest(config.data) if config.stream or is_tokens(config.data) else sha256_of(config.data),
         "result_step": stored["result_step"] if stored else 0,
     }
     if stored and stored["data_digest"] != record["data_digest"]:
@@ -379,8 +379,3 @@ def _model(config: FinetuneConfig, ranks: Ranks, saved: Checkpoint | None) -> tu
     except ValueError as refused:
         raise ConfigError(f"--target-modules: {refused}") from None
     return (model if cut else model.to(device)), spec
-
-
-def _digest(path: str) -> str:
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
