@@ -12,6 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+FEW_ROWS = 16  # up to so many rows of x what a CPU has decoded should not leave the cache
+FEW_BYTES, SCRATCH_BYTES = 1 << 20, 16 << 20  # of decoded weight that a CPU holds at once, for few rows and for many
+
 # (lo, hi, scratch [elements]) -> rows or columns lo..hi of W in the product's dtype, a view of the scratch
 Decode = Callable[[int, int, Tensor], Tensor]
 
@@ -69,6 +72,11 @@ def _add(
     scratch = rows.new_empty(max((hi - lo for lo, hi in pieces), default=0) * reduced + spare)
     for lo, hi in pieces:
         out[:, lo:hi].addmm_(rows, decode(lo, hi, scratch))
+
+
+def cpu_scratch(x: Tensor) -> int:
+    """Bytes of decoded weight that a CPU holds at once in a product with x [.., K]."""
+    return FEW_BYTES if x.shape[:-1].numel() <= FEW_ROWS else SCRATCH_BYTES
 
 
 @functools.lru_cache(1024)

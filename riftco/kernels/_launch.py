@@ -1,4 +1,4 @@
-"""Small helpers of the Triton launchers."""
+"""Small helpers of the launchers, Triton's and Metal's."""
 
 from __future__ import annotations
 
@@ -56,3 +56,8 @@ def as_rows(t: Tensor) -> tuple[Tensor, int, int, int]:
     if len(merged) == 1:
         return t, max(merged[0][0], 1), 0, merged[0][1]
     return t, 1, 0, 0
+
+
+def as_batch(t: Tensor) -> Tensor:
+    """[.., T, heads, D] as [B, T, heads, D]; leading dimensions are copied only where no stride describes them."""
+    return t.unsqueeze(0) if t.dim() == 3 else t.flatten(0, -4)

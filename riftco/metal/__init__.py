@@ -91,6 +91,11 @@ def launch(
     ops().launch(source(shader), name, list(outputs), bound, list(numbers), list(reals), groups, threads, exact)
 
 
+def bound(*tensors: Tensor) -> list[Tensor | None]:
+    """Inputs of `launch` that may be empty: of nothing there is nothing to bind, and nothing is read."""
+    return [t if t.numel() else None for t in tensors]
+
+
 REBUILD = "Build it against the torch that is installed: pip install --no-build-isolation --force-reinstall riftco"
 
 

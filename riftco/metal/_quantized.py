@@ -5,8 +5,8 @@ from torch import Tensor
 
 from ..kernels._launch import as_rows
 from . import launch
+from ._matmul import TILE_THREADS, tiles
 
-TILE, TILE_THREADS = 32, 128  # matmul.h
 GEMV_ROWS = 8  # quantized.h
 
 
@@ -27,7 +27,7 @@ def product(
     launch(
         shader, f"{name}_{'gemv' if few else 'gemm'}", [x.dtype], [y], [rows, data, scales, bias],
         [*strides, rows.stride(-1), M, N, K, block, bias is not None],
-        groups=-(-N // 4) if few else _tiles(M, N), threads=TILE_THREADS, exact=True,
+        groups=-(-N // 4) if few else tiles(M, N), threads=TILE_THREADS, exact=True,
     )  # fmt: skip
     return y
 
@@ -45,7 +45,7 @@ def product_dx(
     rows, *strides = as_rows(d_y)
     launch(
         shader, f"{name}_gemm_dx", [d_y.dtype], [d_x], [rows, data, scales],
-        [*strides, rows.stride(-1), M, N, K, block, 0], groups=_tiles(M, K), threads=TILE_THREADS, exact=True,
+        [*strides, rows.stride(-1), M, N, K, block, 0], groups=tiles(M, K), threads=TILE_THREADS, exact=True,
     )  # fmt: skip
     return d_x
 
@@ -61,7 +61,3 @@ def values(
             groups=-(-out.numel() // 1024), threads=out.numel(),
         )  # fmt: skip
     return out
-
-
-def _tiles(rows: int, columns: int) -> int:
-    return -(-rows // TILE) * -(-columns // TILE)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention import composed, spec
-from . import launch
+from . import bound, launch
 from .attention_route import LONGEST_ROW, Route, route, used
 
 SHADERS = ("attention_forward", "attention_backward", "attention_rows", "attention_softmax")
@@ -51,7 +51,7 @@ def forward(
     sink = None if sinks is None else sinks.float().contiguous()
     launch(
         "attention_rows" if found.name == "rows" else "attention_forward", _name("fwd", found), [q.dtype], [out, lse],
-        [q, *_bound(k, v), *mask.tensors, sink], _numbers(q, k, v, None, mask, has_sinks=sink is not None),
+        [q, *bound(k, v), *mask.tensors, sink], _numbers(q, k, v, None, mask, has_sinks=sink is not None),
         [spec.softmax_scale(q, scale), softcap], groups=lse.numel() if found.name == "rows" else _tiles(q, 32),
         threads=THREADS, exact=True,
     )  # fmt: skip
@@ -79,7 +79,7 @@ def backward(
         for t, need in ((k, need_k), (v, need_v))
     )
     shader = "attention_rows" if found.name == "rows" else "attention_backward"
-    inputs = [d_out, q, *_bound(k, v), lse, delta, *mask.tensors]
+    inputs = [d_out, q, *bound(k, v), lse, delta, *mask.tensors]
     reals = [spec.softmax_scale(q, scale), softcap]
     long = found.width * q.element_size() >= LONGEST_ROW  # of which only small tiles fit
     if d_q.numel():
@@ -126,11 +126,6 @@ def _name(kernel: str, found: Route) -> str:
 def _tiles(t: Tensor, rows: int) -> int:
     """Tiles of so many rows of [B, rows, heads, dim] or [rows, heads, dim]."""
     return t.shape[:-3].numel() * t.shape[-2] * -(-t.shape[-3] // rows)
-
-
-def _bound(*tensors: Tensor) -> list[Tensor | None]:
-    """Without keys there is nothing to bind, and nothing is read."""
-    return [t if t.numel() else None for t in tensors]
 
 
 def _mask(cu_q, cu_k, k_lens, left: int | None, right: int | None) -> Mask:

@@ -9,7 +9,7 @@ from ..kernels.attention.spec import softmax_scale
 from ..kernels.cached_attention import spec
 from ..kernels.cached_attention.compose import decode as decode  # rope's shader, these, and the write
 from ..kernels.cached_attention.route import DECODE_ROWS, LEAST_CHUNK, MOST_PIECES
-from . import launch
+from . import bound, launch
 from .attention import row_sums
 
 SHADERS = ("cached_attention", "cached_attention_backward")
@@ -37,7 +37,7 @@ def forward(
     sink = None if sinks is None else sinks.contiguous()
     launch(
         "cached_attention", "cached_attention_fwd", [q.dtype, k_cache.dtype], [out, lse, *parts],
-        [q, *_bound(k, v), *cache, table, *runs, sink], numbers, reals, groups=n * _threadgroups(T, H, K),
+        [q, *bound(k, v), *cache, table, *runs, sink], numbers, reals, groups=n * _threadgroups(T, H, K),
         threads=THREADS, exact=True,
     )  # fmt: skip
     if n > 1:
@@ -79,7 +79,7 @@ def backward(
     cache = (k_cache, v_cache, k_scale, v_scale)
     need = (d_k.numel() > 0, d_v.numel() > 0)
     numbers = _numbers(q, k, v, d_out, cache, table, runs, left, need=need)
-    reals, rows = [softmax_scale(q, scale), softcap], [*_bound(d_out, q, k, v, lse, delta)]
+    reals, rows = [softmax_scale(q, scale), softcap], [*bound(d_out, q, k, v, lse, delta)]
     if d_q.numel():
         launch(
             "cached_attention_backward", "cached_attention_dq", [q.dtype, k_cache.dtype], [d_q],
@@ -103,11 +103,6 @@ def _runs(block_table, slots, positions, cu_q, cu_k) -> list[Tensor | None]:
 def _threadgroups(T: int, H: int, K: int) -> int:
     """One for a row and up to HEADS heads of a key head."""
     return T * K * -(-H // K // HEADS)
-
-
-def _bound(*tensors: Tensor) -> list[Tensor | None]:
-    """Without rows there is nothing to bind, and nothing is read."""
-    return [t if t.numel() else None for t in tensors]
 
 
 def _numbers(

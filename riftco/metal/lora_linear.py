@@ -14,8 +14,7 @@ from ..kernels.lora_linear.base import count, dtypes, launcher, unpack
 from ..kernels.lora_linear.dropout import inverse_keep, masked
 from ..kernels.lora_linear.spec import pick
 from . import launch
-
-TILE, TILE_THREADS = 32, 128  # matmul.h
+from ._matmul import TILE_THREADS, tiles
 
 
 def forward(
@@ -96,7 +95,7 @@ def _product(
         "lora_linear", "lora_linear_product", [lines.dtype, D, out.dtype], [out], [lines, right, rows],
         [*strides, lines.stride(-1), *right.stride(), *out.stride(), *out.shape, right.shape[0], rows is not None,
          reduced],
-        [scale], groups=_tiles(*out.shape), threads=TILE_THREADS, exact=True,
+        [scale], groups=tiles(*out.shape), threads=TILE_THREADS, exact=True,
     )  # fmt: skip
 
 
@@ -110,9 +109,5 @@ def _add(out: Tensor, left: Tensor, right: Tensor, rows: Tensor | None, scale: f
     launch(
         "lora_linear", "lora_linear_add", [out.dtype, left.dtype], [out], [left, right, rows],
         [1, 0, left.stride(0), left.stride(1), *right.stride(), J, 1, I, J, K, rows is not None, False],
-        [scale], groups=_tiles(I, J), threads=TILE_THREADS, exact=True,
+        [scale], groups=tiles(I, J), threads=TILE_THREADS, exact=True,
     )  # fmt: skip
-
-
-def _tiles(rows: int, columns: int) -> int:
-    return -(-rows // TILE) * -(-columns // TILE)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ..kernels._launch import as_batch
 from . import launch
 
 
@@ -26,7 +27,7 @@ def _turn(out: list[Tensor], x: list[Tensor], cos, sin, positions, interleaved: 
         for o, t in zip(out, x):
             _turn([o], [t], cos, sin, positions, interleaved, transpose)
         return
-    sides = [(_four(o), _four(t)) for o, t in zip((out[0], out[-1]), (x[0], x[-1]))]
+    sides = [(as_batch(o), as_batch(t)) for o, t in zip((out[0], out[-1]), (x[0], x[-1]))]
     (q_out, q), (k_out, k) = sides
     B, T = q.shape[:2]
     if positions is not None:
@@ -40,8 +41,3 @@ def _turn(out: list[Tensor], x: list[Tensor], cos, sin, positions, interleaved: 
          B * T, T, cos.shape[0], cos.shape[1], positions is not None, len(x) == 2, interleaved, transpose],
         groups=B * T, threads=max(work // 2, 1),
     )  # fmt: skip
-
-
-def _four(x: Tensor) -> Tensor:
-    """[B, T, heads, D]; more leading dimensions than one are copied only where no stride describes them."""
-    return x.unsqueeze(0) if x.dim() == 3 else x.flatten(0, -4)

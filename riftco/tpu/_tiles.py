@@ -71,16 +71,8 @@ class Tiles:
         dense, shift = cu_q is None, 0 if own else self.S - self.T
         self.first = shift - left if (own or (dense and k_lens is None)) and left is not None else None
         self.last = shift + right + 1 if (own or dense) and right is not None else None
-        self.rows_exist = self.keys_exist = None
-        if cu_q is not None:
-            self.rows_exist = self._inside(cu_q, self.T)
-            self.keys_exist = self._inside(cu_q if cu_k is None else cu_k, self.S)
-        elif k_lens is not None:
-            self.keys_exist = torch.arange(self.S, device=self.device) < k_lens.unsqueeze(-1)
-
-    def _inside(self, cu: Tensor, rows: int) -> Tensor:
-        row = torch.arange(rows, device=self.device)
-        return (row >= cu[0]) & (row < cu[-1])
+        self.rows_exist = spec.exist(self.T, cu_q)
+        self.keys_exist = spec.exist(self.S, cu_q if cu_k is None else cu_k, k_lens)
 
     def _ranges(self, t: Tensor) -> Tensor:
         """[T] or [B, T] -> [nr, R, 1] or [nr, B, 1, 1, R, 1]; rows behind the last see nothing."""

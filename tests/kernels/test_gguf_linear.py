@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from riftco import nn
 from riftco.functional import GGUFWeight, dequantize_gguf, gguf_linear
+from riftco.kernels import _frozen
 from riftco.kernels.gguf_linear import cases, cpu, op, route, spec
 from riftco.kernels.gguf_linear.formats import FORMATS, REPACKED
 
@@ -95,8 +96,8 @@ def test_tiles_change_no_bit(K, M, N):
     x, d_y = torch.randn(M, K, generator=generator(1)), torch.randn(M, N, generator=generator(2))
     if K > N:
         d_y = d_y.t().contiguous().t()
-    if N * K * 4 > cpu.SCRATCH_BYTES:
-        assert len(list(cpu._frozen.stretches(N, K * 4, cpu.SCRATCH_BYTES))) > 1
+    if N * K * 4 > _frozen.SCRATCH_BYTES:
+        assert len(_frozen.stretches(N, K * 4, _frozen.SCRATCH_BYTES)) > 1
     assert torch.equal(cpu.forward(x, w.packed, None, format, N, K), spec.forward(x, w.packed, None, format, N, K))
     assert torch.equal(cpu.backward(d_y, w.packed, format, N, K), spec.backward(d_y, w.packed, format, N, K))
 
@@ -110,7 +111,7 @@ def test_a_small_scratch_on_the_cpu(monkeypatch, dtype, format, bias):
     x, d_y = torch.randn(3, K).to(dtype), torch.randn(3, N).to(dtype)
     b = torch.randn(N).to(dtype) if bias else None
     y, d_x = cpu.forward(x, w.packed, b, format, N, K), cpu.backward(d_y, w.packed, format, N, K)
-    monkeypatch.setattr(cpu, "FEW_BYTES", 5 * K * dtype.itemsize)
+    monkeypatch.setattr(_frozen, "FEW_BYTES", 5 * K * dtype.itemsize)
     monkeypatch.setattr(cpu, "STEP", 512)
     with Largest() as mode:
         y_parts, d_x_parts = cpu.forward(x, w.packed, b, format, N, K), cpu.backward(d_y, w.packed, format, N, K)

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from riftco import nn
 from riftco.functional import NF4Weight, dequantize_nf4, nf4_linear, quantize_nf4
+from riftco.kernels import _frozen
 from riftco.kernels.nf4 import cases, cpu, op
 from riftco.kernels.nf4.quantize import dynamic_map
 
@@ -135,7 +136,7 @@ def test_blocks_on_the_cpu(monkeypatch, dtype, K, block_size, bias):
     args = (q.codes, q.scale)
     sizes = (N, K, block_size)
     y, d_x = cpu.forward(x, *args, b, *sizes), cpu.backward(d_y, *args, *sizes)
-    monkeypatch.setattr(cpu, "FEW_BYTES", 11 * K * dtype.itemsize)
+    monkeypatch.setattr(_frozen, "FEW_BYTES", 11 * K * dtype.itemsize)
     monkeypatch.setattr(cpu, "STEP", 2048)
     with Largest() as mode:
         y_blocks, d_x_blocks = cpu.forward(x, *args, b, *sizes), cpu.backward(d_y, *args, *sizes)

@@ -409,9 +409,7 @@ def _table(device, stream, chunk, sizes, columns, moments) -> tuple[Tensor, int,
     unit = 8 if moments is not None and moments[0] is True else 16
     aligned = all(not (c % unit).any() for c in of_chunk[2:]) and all(not (c % 16).any() for c in of_tensor[1:3])
     flat = torch.cat((*of_chunk, *of_tensor))
-    if device.type == "cuda":
-        flat = flat.pin_memory().to(device, non_blocking=True)
-    return flat, len(of_chunk[0]), aligned
+    return _sent(flat, device), len(of_chunk[0]), aligned
 
 
 def _pages(page_size, owner, number, coded, bases, starts, pages, firsts) -> tuple[Tensor, Tensor, Tensor]:
@@ -427,7 +425,10 @@ def _pages(page_size, owner, number, coded, bases, starts, pages, firsts) -> tup
 
 @functools.lru_cache(maxsize=64)
 def _copied(device, stream, numbers: tuple[int, ...]) -> Tensor:
-    flat = torch.tensor(numbers, dtype=torch.int64)
+    return _sent(torch.tensor(numbers, dtype=torch.int64), device)
+
+
+def _sent(flat: Tensor, device: torch.device) -> Tensor:
     return flat.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else flat
 
 

@@ -148,18 +148,8 @@ class _Problem:
         dense = cu_q is None
         self.first = self.S - self.T - left if dense and k_lens is None and left is not None else None
         self.last = self.S - self.T + right + 1 if dense and right is not None else None
-        self.rows_exist = self.keys_exist = None
-        if cu_q is not None:
-            self.rows_exist, self.keys_exist = (
-                self._inside(cu_q, self.T),
-                self._inside(cu_q if cu_k is None else cu_k, self.S),
-            )
-        elif k_lens is not None:
-            self.keys_exist = torch.arange(self.S, device=self.device) < k_lens.unsqueeze(-1)
-
-    def _inside(self, cu: Tensor, rows: int) -> Tensor:
-        row = torch.arange(rows, device=self.device)
-        return (row >= cu[0]) & (row < cu[-1])
+        self.rows_exist = spec.exist(self.T, cu_q)
+        self.keys_exist = spec.exist(self.S, cu_q if cu_k is None else cu_k, k_lens)
 
     def row_tiles(self) -> Iterator[slice]:
         for t in range(0, max(self.T, 1), self.tiles.rows):

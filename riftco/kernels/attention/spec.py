@@ -198,9 +198,8 @@ def without_lowest(bias: Tensor) -> Tensor:
 def sink_scores(sinks: Tensor, s: Tensor, cu_q: Tensor | None) -> Tensor:
     """[.., K, G, T, 1]: the sink of each row; rows of no document have none."""
     column = sinks.to(s.dtype).view(s.shape[-4], s.shape[-3], 1, 1).expand(*s.shape[:-1], 1)
-    if cu_q is None:
-        return column
-    return column.masked_fill(_outside(s.shape[-2], cu_q).unsqueeze(-1), -torch.inf)
+    found = exist(s.shape[-2], cu_q)
+    return column if found is None else column.masked_fill(~found.unsqueeze(-1), -torch.inf)
 
 
 def keep_mask(p: Tensor, seed: Tensor, dropout_p: float) -> Tensor:
@@ -211,15 +210,17 @@ def keep_mask(p: Tensor, seed: Tensor, dropout_p: float) -> Tensor:
     return philox.keep(seed, heads, rows, keys, dropout_p).to(p.dtype) / (1 - dropout_p)
 
 
-def _outside(rows: int, cu: Tensor) -> Tensor:
+def exist(rows: int, cu: Tensor | None, lengths: Tensor | None = None) -> Tensor | None:
+    """Which of so many rows a document holds, bool [rows], or are within `lengths`, [B, rows]; None: all."""
+    if lengths is not None:
+        return torch.arange(rows, device=lengths.device) < lengths.unsqueeze(-1)
+    if cu is None:
+        return None
     row = torch.arange(rows, device=cu.device)
-    return (row < cu[0]) | (row >= cu[-1])
+    return (row >= cu[0]) & (row < cu[-1])
 
 
 def existing(x: Tensor, cu_q: Tensor | None, cu_k: Tensor | None = None, k_lens: Tensor | None = None) -> Tensor:
     """Rows of no document and keys beyond k_lens become 0: whatever they hold, even NaN, must not reach a result."""
-    if k_lens is not None:
-        beyond = torch.arange(x.shape[1], device=x.device) >= k_lens.unsqueeze(-1)
-        return x.masked_fill(beyond[:, :, None, None], 0.0)
-    cu = cu_q if cu_k is None else cu_k
-    return x if cu is None else x.masked_fill(_outside(x.shape[0], cu)[:, None, None], 0.0)
+    found = exist(x.shape[-3], cu_q if cu_k is None else cu_k, k_lens)
+    return x if found is None else x.masked_fill(~found[..., None, None], 0.0)

@@ -6,8 +6,6 @@ from torch import Tensor
 from .. import _frozen
 from .formats import FORMATS, Format
 
-FEW_ROWS = 16  # up to so many rows of x the decoded stretch should not leave the cache
-FEW_BYTES, SCRATCH_BYTES = 1 << 20, 16 << 20  # of decoded weight held at once, for few rows and for many
 STEP = 1 << 17  # elements decoded at once, so that they stay in the cache; a multiple of every block
 
 
@@ -17,7 +15,7 @@ def forward(x: Tensor, packed: Tensor, bias: Tensor | None, format: str, N: int,
     def rows(lo: int, hi: int, scratch: Tensor) -> Tensor:
         return _decode(packed[lo:hi], f, scratch[: (hi - lo) * K]).view(hi - lo, K)
 
-    return _frozen.forward(x, bias, N, K, _scratch(x), rows)
+    return _frozen.forward(x, bias, N, K, _frozen.cpu_scratch(x), rows)
 
 
 def backward(d_y: Tensor, packed: Tensor, format: str, N: int, K: int) -> Tensor:
@@ -28,15 +26,11 @@ def backward(d_y: Tensor, packed: Tensor, format: str, N: int, K: int) -> Tensor
         part = blocks[:, lo // f.block : hi // f.block]
         return _decode(part, f, scratch[: N * (hi - lo)]).view(N, hi - lo)
 
-    return _frozen.backward(d_y, N, K, _scratch(d_y), columns, f.block)
+    return _frozen.backward(d_y, N, K, _frozen.cpu_scratch(d_y), columns, f.block)
 
 
 def dequantize(packed: Tensor, format: str, N: int, K: int, dtype: torch.dtype) -> Tensor:
     return _decode(packed, FORMATS[format], torch.empty(N * K, dtype=dtype)).view(N, K)
-
-
-def _scratch(x: Tensor) -> int:
-    return FEW_BYTES if x.shape[:-1].numel() <= FEW_ROWS else SCRATCH_BYTES
 
 
 def _decode(packed: Tensor, f: Format, out: Tensor) -> Tensor:

@@ -10,8 +10,6 @@ from torch import Tensor
 from .. import _frozen
 from .spec import TABLE
 
-FEW_ROWS = 16  # up to so many rows of x the decoded stretch should not leave the cache
-FEW_BYTES, SCRATCH_BYTES = 1 << 20, 16 << 20  # of decoded weight held at once, for few rows and for many
 STEP = 1 << 17  # bytes decoded at once, so that the float32 values stay in the cache; a multiple of every block
 BYTES = torch.arange(256)
 PAIRS = torch.stack((TABLE[BYTES >> 4], TABLE[BYTES & 15]), 1).view(torch.int64).view(-1)
@@ -21,7 +19,7 @@ def forward(x: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None, N: in
     def rows(lo: int, hi: int, scratch: Tensor) -> Tensor:
         return _decode_rows(codes, absmax, lo, hi, K, block_size, scratch)
 
-    return _frozen.forward(x, bias, N, K, _scratch(x), rows, 2 * block_size)
+    return _frozen.forward(x, bias, N, K, _frozen.cpu_scratch(x), rows, 2 * block_size)
 
 
 def backward(d_y: Tensor, codes: Tensor, absmax: Tensor, N: int, K: int, block_size: int) -> Tensor:
@@ -33,9 +31,9 @@ def backward(d_y: Tensor, codes: Tensor, absmax: Tensor, N: int, K: int, block_s
             scale = absmax.view(N, K // block_size)[:, lo // block_size : hi // block_size].reshape(-1)
             return _decode(packed, scale, block_size, scratch[: N * (hi - lo)]).view(N, hi - lo)
 
-        return _frozen.backward(d_y, N, K, _scratch(d_y), columns, block_size)
+        return _frozen.backward(d_y, N, K, _frozen.cpu_scratch(d_y), columns, block_size)
     rows, dtype = d_y.reshape(d_y.shape[:-1].numel(), N), d_y.dtype
-    pieces = _frozen.stretches(N, 4 * K, _scratch(d_y))
+    pieces = _frozen.stretches(N, 4 * K, _frozen.cpu_scratch(d_y))
     scratch = torch.empty(max((hi - lo for lo, hi in pieces), default=0) * K + 2 * block_size, dtype=dtype)
     if len(pieces) == 1:
         d_x = rows @ _decode_rows(codes, absmax, 0, N, K, block_size, scratch)
@@ -51,10 +49,6 @@ def backward(d_y: Tensor, codes: Tensor, absmax: Tensor, N: int, K: int, block_s
 def dequantize(codes: Tensor, absmax: Tensor, numel: int, block_size: int, dtype: torch.dtype) -> Tensor:
     out = _decode(codes.reshape(-1), absmax, block_size, torch.empty(2 * codes.numel(), dtype=dtype))
     return out if numel == out.numel() else out[:numel].clone()
-
-
-def _scratch(x: Tensor) -> int:
-    return FEW_BYTES if x.shape[:-1].numel() <= FEW_ROWS else SCRATCH_BYTES
 
 
 def _decode_rows(codes: Tensor, absmax: Tensor, lo: int, hi: int, K: int, block_size: int, out: Tensor) -> Tensor:

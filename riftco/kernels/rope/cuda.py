@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._launch import next_power_of_2, on
+from .._launch import as_batch, next_power_of_2, on
 
 TILE = 2048  # pairs held at once
 
@@ -70,16 +70,11 @@ def _rope(
         )  # fmt: skip
 
 
-def _four(x: Tensor) -> Tensor:
-    """[B, T, heads, D]; more leading dimensions than one are copied only where no stride describes them."""
-    return x.unsqueeze(0) if x.dim() == 3 else x.flatten(0, -4)
-
-
 def _launch(out: list[Tensor], x: list[Tensor], cos, sin, positions, interleaved: bool, transpose: bool) -> None:
     """One launch for one or two tensors."""
     if x[0].shape[:-2].numel() == 0:
         return
-    (q_out, q), (k_out, k) = [(_four(o), _four(t)) for o, t in zip((out[0], out[-1]), (x[0], x[-1]))]
+    (q_out, q), (k_out, k) = [(as_batch(o), as_batch(t)) for o, t in zip((out[0], out[-1]), (x[0], x[-1]))]
     B, T, H, D = q.shape
     if positions is not None:
         positions = positions.reshape(B, T)

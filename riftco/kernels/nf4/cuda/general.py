@@ -26,7 +26,7 @@ def _forward(
         k = start + tl.arange(0, BK).to(tl.int64)
         x = tl.load(row_ptr[:, None] + k[None, :] * stride_k, mask=(m < M)[:, None] & (k < K)[None, :], other=0.0)
         live = (n < N)[None, :] & (k < K)[:, None]
-        w = scratch._elements(codes_ptr, absmax_ptr, n[None, :] * K + k[:, None], live, BLOCK_SIZE)
+        w = scratch.elements(codes_ptr, absmax_ptr, n[None, :] * K + k[:, None], live, BLOCK_SIZE)
         acc += dot(x, w.to(x.dtype))
     if HAS_BIAS:
         acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
@@ -47,7 +47,7 @@ def _backward(
         n = start + tl.arange(0, BN).to(tl.int64)
         d_y = tl.load(row_ptr[:, None] + n[None, :] * stride_n, mask=(m < M)[:, None] & (n < N)[None, :], other=0.0)
         live = (n < N)[:, None] & (k < K)[None, :]
-        w = scratch._elements(codes_ptr, absmax_ptr, n[:, None] * K + k[None, :], live, BLOCK_SIZE)
+        w = scratch.elements(codes_ptr, absmax_ptr, n[:, None] * K + k[None, :], live, BLOCK_SIZE)
         acc += dot(d_y, w.to(d_y.dtype))
     tl.store(d_x_ptr + m[:, None] * K + k[None, :], acc, mask=(m < M)[:, None] & (k < K)[None, :])
 

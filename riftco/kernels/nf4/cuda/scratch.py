@@ -13,7 +13,7 @@ GROUPS = 32  # of them a program
 
 
 @triton.jit
-def _elements(codes_ptr, absmax_ptr, element, mask, BLOCK_SIZE: tl.constexpr):
+def elements(codes_ptr, absmax_ptr, element, mask, BLOCK_SIZE: tl.constexpr):
     """float32 values of the flattened weight's elements (int64); 0 where masked."""
     byte = tl.load(codes_ptr + element // 2, mask=mask, other=0).to(tl.int32)
     code = tl.where(element % 2 == 0, byte >> 4, byte & 15)
@@ -29,7 +29,7 @@ def _tile(
     tiles = tl.cdiv(cols, BLOCK)
     n = (tl.program_id(0) // tiles).to(tl.int64)
     k = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = _elements(codes_ptr, absmax_ptr, (row0 + n) * K + col0 + k, k < cols, BLOCK_SIZE)
+    value = elements(codes_ptr, absmax_ptr, (row0 + n) * K + col0 + k, k < cols, BLOCK_SIZE)
     tl.store(out_ptr + n * cols + k, value.to(out_ptr.dtype.element_ty), mask=k < cols)
 
 

@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
 from . import descriptors, schedule
+from .tiles import uniform
 
 KEYS = gl.constexpr(128)  # of a tile
 RING = gl.constexpr(2)
@@ -89,14 +90,6 @@ class Form:
 
 
 @gluon.jit
-def _uniform(x):
-    """x, equal in all threads, through lane 0 of each warp: the compiler may then keep it in uniform registers."""
-    return gl.inline_asm_elementwise(
-        "shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
 def _put(sh, n, field: gl.constexpr, value):
     x = gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
     sh.ring.index((n % RING) * FIELDS + field).store(x)
@@ -105,7 +98,7 @@ def _put(sh, n, field: gl.constexpr, value):
 @gluon.jit
 def get(sh, n, field: gl.constexpr):
     x = sh.ring.index((n % RING) * FIELDS + field).load(gl.BlockedLayout([1], [32], [4], [0]))
-    return _uniform(gl.max(x, axis=0))
+    return uniform(gl.max(x, axis=0))
 
 
 @gluon.jit
