@@ -131,9 +131,11 @@ class LoraSpec:
         return found is not None and int(found[1]) in self.layers_to_transform
 
     def rank_of(self, name: str) -> int:
+        """The rank of the layer of this name."""
         return _exception(self.rank_pattern, name, self.rank)
 
     def alpha_of(self, name: str) -> float:
+        """The alpha of the layer of this name."""
         return _exception(self.alpha_pattern, name, self.alpha)
 
 

@@ -28,9 +28,11 @@ class ShuffledOrder:
         return order
 
     def peek(self) -> int:
+        """The next example."""
         return self._order[self.position]
 
     def advance(self) -> None:
+        """Go past it; behind the last one begins an epoch in another order."""
         self.position += 1
         if self.position == self.count:
             self.epoch, self.position = self.epoch + 1, 0

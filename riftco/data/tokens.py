@@ -74,6 +74,7 @@ class TokenArrays:
             raise DataError("a corpus [N] is drawn in windows and takes ids alone; give rows [rows, T] for the rest")
 
     def given(self) -> dict[str, np.ndarray]:
+        """The arrays that are there, by name."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: a for name, a in values.items() if a is not None}
 

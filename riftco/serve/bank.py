@@ -130,6 +130,7 @@ class AdapterBank:
         return made
 
     def remove(self, id: str) -> None:
+        """Forget an adapter and its versions. Raises Refused while one of them serves."""
         self.of(id)
         if any(use.id == id for use in self.active):
             raise Refused(f"adapter {id!r} is in use")

@@ -138,6 +138,7 @@ class Batch:
         return 0 if self.label is None else int((self.label >= 0).sum())
 
     def runs(self) -> Iterator[Run]:
+        """Neighbouring rows of one slot, in the order of the rows."""
         start, positions = 0, self.positions.tolist()
         for slot, rows in itertools.groupby(self.slots.tolist()):
             end = start + len(list(rows))

@@ -128,6 +128,7 @@ class Engine:
             self.decoding.prepare(key, self.bank.layers(key), lambda: self.bank.serving(key), 1 + guesses)
 
     def slot(self, id: int) -> Slot:
+        """Raises Refused where there is none."""
         if not 0 <= whole(id, "slot") < len(self.slots):
             raise Refused(f"no slot {id}; there are {len(self.slots)}")
         return self.slots[id]

@@ -46,6 +46,7 @@ class Sampling:
     logprobs: int | None = None
 
     def check(self, vocab: int) -> None:
+        """Refuse by name what is outside of its limits; `vocab` bounds the tokens that a bias may name."""
         limits = {
             "temperature": (0, 1e6), "top_k": (0, math.inf), "top_p": (1e-9, 1), "min_p": (0, 1),
             "repetition_penalty": (1e-6, 1e6), "presence_penalty": (-1e6, 1e6), "frequency_penalty": (-1e6, 1e6),

@@ -38,6 +38,7 @@ class DutyCycle:
         return max(self._until - self._clock(), 0.0)
 
     def worked(self, seconds: float) -> None:
+        """So many seconds were computed: what they owe to others comes on top of the debt."""
         self._until = self._clock() + self.debt + seconds * (1 / self.fraction - 1)
 
     def wait(self) -> None:

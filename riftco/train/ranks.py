@@ -119,6 +119,7 @@ class Ranks:
         return mine.tolist()
 
     def any(self, flag: bool) -> bool:
+        """Whether the flag is set in one of the processes; all of them ask together."""
         return bool(self.largest(float(flag))[0])
 
     def agree(self, code: int, why: str = "") -> tuple[int, int, str]:
