@@ -2,7 +2,8 @@
 
 What of a conversation is trained on is found by a span diff: the text of the first i messages with the template's
 generation prompt is what the model will have read when it answers; everything that message i adds to it, up to and
-with its end-of-turn token, is the reply.
+with its end-of-turn token, is the reply. A template may show less of a reply once others follow (Qwen3 its thoughts),
+and close a conversation with a token that belongs to no turn (Phi-3): what the whole text has is trained on.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ __all__ = ["Dataset", "Example", "Message", "Template", "load_examples", "parse_
 class Template(Protocol):
     """What rendering needs of a tokenizer; riftco.models.Tokenizer is one."""
 
+    bos_id: int | None
     eos_id: int | None
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False) -> str: ...
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False, **options: Any
+    ) -> str: ...
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]: ...
 
@@ -149,12 +153,10 @@ def _shortened(example: Example, max_length: int, truncate: bool) -> Example:
 
 
 def render(record: Record, template: Template, *, line: int = 0) -> Example:
-    """Tokenise one record; loss on the assistant's turns, end-of-turn token included, or on all of a plain text."""
+    """Tokenise one record; loss on the assistant's turns, end-of-turn token included, or on a plain text behind its
+    prompt."""
     if not record.messages:
-        ids = template.encode(record.text, add_special_tokens=True)
-        if template.eos_id is not None and ids[-1:] != [template.eos_id]:
-            ids = [*ids, template.eos_id]
-        example = Example(tuple(ids), (1.0,) * len(ids), line)
+        example = _plain(record, template, line)
     else:
         text, spans = reply_spans(record, template)
         tokens, offsets = template.encode_with_offsets(text)
@@ -164,26 +166,94 @@ def render(record: Record, template: Template, *, line: int = 0) -> Example:
     return example
 
 
+def _plain(record: Record, template: Template, line: int) -> Example:
+    ids = template.encode(record.text, add_special_tokens=True)
+    if template.bos_id is not None and ids[:2] == [template.bos_id] * 2:
+        ids = ids[1:]  # the text has its own
+    weights = [1.0] * len(ids)
+    if record.prompt:
+        tokens, offsets = template.encode_with_offsets(record.text)
+        around = next((n for n in range(len(ids)) if ids[n : n + len(tokens)] == tokens), 0)
+        read = sum(start < record.prompt for start, _ in offsets)
+        weights[: around + read] = [0.0] * (around + read)
+    if template.eos_id is not None and ids[-1:] != [template.eos_id]:
+        ids, weights = [*ids, template.eos_id], [*weights, 1.0]
+    return Example(tuple(ids), tuple(weights), line)
+
+
 def reply_spans(record: Record, template: Template) -> tuple[str, list[tuple[int, int, float]]]:
     """The rendered text, and (start, end, weight) in characters of each reply that carries loss."""
     turns = [dict(m.fields) for m in record.messages]
-    text = template.render_chat(turns)
-    spans = []
+
+    def shown(n: int, add_generation_prompt: bool = False) -> str:
+        return template.render_chat(turns[:n], add_generation_prompt=add_generation_prompt, **record.options)
+
+    text = shown(len(turns))
+    if record.options.get("tools"):
+        others = {k: v for k, v in record.options.items() if k != "tools"}
+        if template.render_chat(turns, **others) == text:
+            raise DataError("the chat template has no place for 'tools'; write them into the system message")
+    spans, closing = [], None
     for i, message in enumerate(record.messages):
         if message.role != "assistant" or message.weight == 0:
             continue
         if i == 0:
             raise DataError("message 0 is the assistant's; a conversation starts with a system or user message")
-        before = template.render_chat(turns[:i], add_generation_prompt=True)
-        after = template.render_chat(turns[: i + 1]) if i + 1 < len(turns) else text
-        if not (after.startswith(before) and text.startswith(after.rstrip())):
-            raise DataError(
-                f"the chat template renders message {i} differently once other messages follow, so that its reply "
-                "cannot be marked; give each reply a line of its own, with the conversation up to it"
-            )
+        before = shown(i, add_generation_prompt=True)
+        after = shown(i + 1) if i + 1 < len(turns) else text
+        if closing is None:
+            closing = _closing(shown(i), before, template)
         # a line break that the template puts behind the end-of-turn token is not the model's to write
-        spans.append((len(before), len(after.rstrip()), message.weight))
+        after = after.rstrip().removesuffix(closing).rstrip()
+        start = len(before)
+        if not (after.startswith(before) and text.startswith(before)):
+            start = _parting(before, _shared(before, after, text), template)
+            if start < len(shown(i).rstrip().removesuffix(closing).rstrip()):
+                raise _rewritten(i)
+        reply = _as_shown(after[start:], text[start:], turns[i])
+        if reply is None:
+            raise _rewritten(i)
+        for call in turns[i].get("tool_calls") or ():
+            if call["function"]["name"] not in reply:
+                raise DataError(f"message {i}: the chat template has no place for tool_calls")
+        spans.append((start, start + len(reply), message.weight))
     return text, spans
+
+
+def _rewritten(i: int) -> DataError:
+    return DataError(
+        f"the chat template renders message {i} differently once other messages follow, so that its reply cannot be "
+        "marked; give each reply a line of its own, with the conversation up to it"
+    )
+
+
+def _closing(text: str, prompt: str, template: Template) -> str:
+    """What a template puts behind the last turn of a conversation that nobody is asked to go on with."""
+    if prompt.startswith(text.rstrip()):
+        return ""
+    return text[_parting(text, _shared(text, prompt), template) :].strip()
+
+
+def _shared(*texts: str) -> str:
+    """What they all begin with."""
+    low, high = min(texts), max(texts)
+    return low[: next((n for n, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))]
+
+
+def _parting(text: str, shared: str, template: Template) -> int:
+    """Where the token begins in which `text` leaves `shared`, the beginning that it has in common with others."""
+    if shared == text:
+        return len(text)
+    return max((a for a, _ in template.encode_with_offsets(text)[1] if a <= len(shared)), default=0)
+
+
+def _as_shown(reply: str, text: str, turn: Mapping[str, Any]) -> str | None:
+    """What of a reply `text` begins with: all of it, or all but the thought that it begins with."""
+    answer = str(turn.get("content") or "").rpartition("</think>")[2].strip()
+    for k in range(len(reply)):
+        if text.startswith(reply[k:]):
+            return reply[k:] if answer in reply[k:] else None
+    return None
 
 
 def _weights(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int, float]]) -> Iterator[float]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ..data import DataError
+from ..data.records import plain_call
 from ..models import Text, Tokenizer
 from .batch import Refused
 from .learner import LearnOutcome
@@ -43,8 +44,9 @@ def plain_messages(messages: Messages) -> list[dict[str, Any]]:
             called |= {str(c.get("id")): c["function"]["name"] for c in plain["tool_calls"]}
         else:
             plain.pop("tool_calls", None)
-        if plain.get("role") == "tool" and str(plain.get("tool_call_id")) in called:
-            plain.setdefault("name", called[str(plain["tool_call_id"])])
+        asked = str(plain.get("tool_call_id"))  # both may lack ids
+        if plain.get("role") == "tool" and asked in called:
+            plain.setdefault("name", called[asked])
         made.append(plain)
     return made
 
@@ -58,17 +60,10 @@ def _text(parts: list[Any], where: str) -> str:
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise Refused(f"{where} must be of functions: {{id, type, function: {{name, arguments}}}}")
-    arguments = function.get("arguments") or "{}"
     try:
-        made = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
-        made = None
-    if not isinstance(made, dict):
-        raise Refused(f"{where}: the arguments of {function['name']!r} are no JSON object: {arguments!r:.60}")
-    return {**call, "function": {**function, "arguments": made}}
+        return plain_call(call, where)
+    except DataError as why:
+        raise Refused(str(why)) from None
 
 
 def end_of_turn(tokenizer: Tokenizer) -> list[int]:

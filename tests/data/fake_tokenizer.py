@@ -36,13 +36,13 @@ class FakeTokenizer:
         env.globals["raise_exception"] = self._raise
         self.template = env.from_string(template)
         self.vocabulary: list[str] = ["</s>"]
-        self.eos_id = 0
+        self.bos_id, self.eos_id = None, 0
 
     def _raise(self, why):
         raise ValueError(f"the chat template refuses these messages: {why}")
 
-    def render_chat(self, messages, *, add_generation_prompt=False):
-        return self.template.render(messages=messages, add_generation_prompt=add_generation_prompt)
+    def render_chat(self, messages, *, add_generation_prompt=False, **options):
+        return self.template.render(messages=messages, add_generation_prompt=add_generation_prompt, **options)
 
     def _id(self, token):
         if token not in self.vocabulary:

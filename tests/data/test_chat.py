@@ -92,6 +92,132 @@ def test_a_token_that_straddles_prompt_and_reply_is_prompt():
     assert trained(render(parse_record({"messages": TURNS[:2]}), tokenizer), tokenizer) == [" number.<|im_end|>"]
 
 
+THINKING = CHATML.replace(
+    "{{ m['content'] }}", "{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}"
+)
+INSERTED = CHATML.replace(
+    "{{ m['content'] }}", "{{ '<think></think>' if loop.last and loop.index > 3 }}{{ m['content'] }}"
+)
+# the token that ends a conversation, where no reply is asked for
+CLOSED = CHATML.replace("{% endif %}", "{% else %}<|endoftext|>{% endif %}")
+ASKS_TO_THINK = CHATML.replace("assistant\n{% endif %}", "assistant\n<|think|>{% endif %}")
+
+
+@pytest.mark.parametrize(
+    ("template", "want"),
+    [
+        (THINKING, ["A number.<|im_end|>", "Also  one<|im_end|>"]),
+        (INSERTED, ["A number.<|im_end|>", "<think></think>Also  one<|im_end|>"]),
+        (CLOSED, ["A number.<|im_end|>", "Also  one<|im_end|>"]),
+        (ASKS_TO_THINK, ["A number.<|im_end|>", "Also  one<|im_end|>"]),
+    ],
+    ids=["thoughts", "inserted", "closed", "asks-to-think"],
+)
+def test_replies_that_are_shown_otherwise_at_the_end_are_marked_as_the_text_has_them(template, want):
+    """As Qwen3 shows thoughts in its last reply alone, and Phi-3 closes a conversation."""
+    tokenizer = FakeTokenizer(template)
+    example = render(parse_record({"messages": TURNS}), tokenizer)
+    assert trained(example, tokenizer) == want
+    assert tokenizer.decode(example.ids) == tokenizer.render_chat(TURNS)
+
+
+def test_a_thought_of_an_earlier_reply_is_not_trained_on_where_the_template_leaves_it_out():
+    tokenizer = FakeTokenizer(THINKING)
+    turns = [TURNS[0], {"role": "assistant", "content": "<think>hm</think>A number."}, *TURNS[2:]]
+    example = render(parse_record({"messages": turns}), tokenizer)
+    assert trained(example, tokenizer) == ["A number.<|im_end|>", "Also  one<|im_end|>"]
+    example = render(parse_record({"messages": turns[:2]}), tokenizer)
+    assert trained(example, tokenizer) == ["<think>hm</think>A number.<|im_end|>"]
+
+
+CALLING = (
+    "{% if tools %}<|im_start|>system\n{{ tools[0]['function']['name'] }}<|im_end|>\n{% endif %}"
+    + CHATML.replace(
+        "{{ m['content'] }}",
+        "{{ m['content'] }}"
+        "{% for c in m['tool_calls'] %}{{ c.function.name }}{{ c.function.arguments.city }}{% endfor %}"
+        "{% if m['role'] == 'tool' %}{{ m['name'] }}{% endif %}",
+    )
+)
+TOOLS = [{"type": "function", "function": {"name": "look"}}]
+
+
+def calls(arguments, **ids):
+    made = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+    answer = {"role": "tool", "content": "wet "}
+    return [
+        TURNS[0],
+        {"role": "assistant", "content": None, "tool_calls": [made | ({"id": "a"} if ids else {})]},
+        answer | ids,
+        {"role": "assistant", "content": "Rain."},
+    ]
+
+
+@pytest.mark.parametrize("arguments", [{"city": "Rome"}, '{"city": "Rome"}'], ids=["object", "string"])
+@pytest.mark.parametrize("ids", [{}, {"tool_call_id": "a"}], ids=["bare", "ids"])
+def test_calls_are_trained_on_as_the_template_writes_them(arguments, ids):
+    tokenizer = FakeTokenizer(CALLING)
+    record = {"messages": calls(arguments, **ids), "tools": TOOLS}
+    example = render(parse_record(record), tokenizer)
+    assert trained(example, tokenizer) == ["lookRome<|im_end|>", "Rain.<|im_end|>"]
+    text = tokenizer.decode(example.ids)
+    assert text.startswith("<|im_start|>system\nlook<|im_end|>") and "wet look" in text
+    assert render(parse_record({**record, "tools": json.dumps(TOOLS)}), tokenizer) == example
+
+
+def test_calls_and_tools_that_the_template_leaves_out_are_refused():
+    with pytest.raises(DataError, match="message 1: the chat template has no place for tool_calls"):
+        render(parse_record({"messages": calls({})}), FakeTokenizer())
+    with pytest.raises(DataError, match="no place for 'tools'"):
+        render(parse_record({"messages": TURNS, "tools": TOOLS}), FakeTokenizer())
+
+
+def test_a_record_may_have_options_of_its_chat_template():
+    tokenizer = FakeTokenizer("{{ mood }}" + CHATML)
+    record = {"messages": TURNS, "chat_template_kwargs": {"mood": "calm"}}
+    assert tokenizer.decode(render(parse_record(record), tokenizer).ids).startswith("calm<|im_start|>")
+
+
+def test_loss_is_on_the_completion_alone():
+    tokenizer = FakeTokenizer()
+    example = render(parse_record({"prompt": "One and ", "completion": "two"}), tokenizer)
+    assert trained(example, tokenizer) == ["two</s>"] and tokenizer.decode(example.ids) == "One and two</s>"
+    tokenizer = FakeTokenizer()
+    example = render(parse_record({"prompt": TURNS[:3], "completion": TURNS[3:]}), tokenizer)
+    assert trained(example, tokenizer) == ["Also  one<|im_end|>"]
+    assert tokenizer.decode(example.ids) == tokenizer.render_chat(TURNS)
+
+
+class Begins(FakeTokenizer):
+    """One that puts a token before plain text."""
+
+    def __init__(self):
+        super().__init__()
+        self.bos_id = self._id("<s>")
+
+    def encode(self, text, *, add_special_tokens=False):
+        return [self.bos_id] * add_special_tokens + super().encode(text)
+
+
+def test_plain_text_begins_once():
+    tokenizer = Begins()
+    one = render(parse_record({"text": "ab"}), tokenizer)
+    assert tokenizer.decode(one.ids) == "<s>ab</s>"
+    assert render(parse_record({"text": "<s>ab"}), tokenizer) == one  # it has its own
+    example = render(parse_record({"prompt": "a", "completion": "b"}), tokenizer)
+    assert example.ids == one.ids and trained(example, tokenizer) == ["b</s>"]
+
+
+def test_other_names_for_the_same_turns():
+    tokenizer = FakeTokenizer()
+    want = render(parse_record({"messages": [{"role": "system", "content": "Be brief."}, *TURNS]}), tokenizer)
+    share = {"system": "Be brief.", "conversations": [{"from": t["role"], "value": t["content"]} for t in TURNS]}
+    assert render(parse_record(share), tokenizer) == want
+    assert render(parse_record({"system": "Be brief.", "conversations": TURNS}), tokenizer) == want
+    named = [{"role": "developer", "content": "Be brief."}, *TURNS]
+    assert render(parse_record({"messages": named}), tokenizer) == want
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused():
     forgetful = CHATML.replace("{{ m['content'] }}", "{{ m['content'] if loop.last else 'x' }}")
     with pytest.raises(DataError, match="give each reply a line of its own"):
@@ -111,7 +237,14 @@ BAD = {
     '{"messages": [{"role": "assistant", "content": "x", "weight": -1}]}': "number of 0 or more",
     '{"messages": [{"role": "assistant", "content": "x"}]}': "starts with a system or user",
     '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}': "'image_url' is not supported",
-    '{"messages": [{"role": "user", "content": "x"}], "tools": [{}]}': "'tools' definitions",
+    '{"messages": [{"role": "assistant", "content": "y"}], "tools": [3]}': "must be a list of objects",
+    '{"messages": [{"role": "assistant", "content": "y"}], "tools": "{"}': "'tools' is no JSON",
+    '{"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]}': "must be of functions",
+    '{"messages": [{"role": "assistant", "tool_calls": {"function": {"name": "f", "arguments": "3"}}}]}': "no JSON",
+    '{"messages": [{"role": "assistant", "content": "y"}], "chat_template_kwargs": 1}': "must be an object",
+    '{"prompt": "x", "completion": ["y"]}': "two strings or two lists",
+    '{"prompt": "x", "completion": ""}': "'completion' is empty",
+    '{"conversations": [{"from": "gpt", "value": "x"}], "system": 3}': "'system' must be a string",
     '{"conversations": [{"from": "bird", "value": "x"}]}': "from 'bird' is not known",
     '{"conversations": [{"from": ["human"], "value": "x"}]}': r"from \['human'\] is not known",
     '{"messages": [{"role": "assistant", "content": "x", "weight": 1e39}]}': "finite float32 number of 0 or more",
