@@ -51,6 +51,10 @@ class Tokenizer:
         """Which of these the vocabulary has as tokens that are not shown: id -> text."""
         return {i: t.content for i, t in self._added.items() if t.special and t.content in special}
 
+    def tokens_of(self, texts: Sequence[str]) -> dict[str, int]:
+        """Which of these are tokens of their own, shown or not: text -> id."""
+        return {t.content: i for i, t in self._added.items() if t.content in texts}
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self.hf.chat_template)

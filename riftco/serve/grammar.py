@@ -146,7 +146,8 @@ def text(literal: str) -> str:
 
 
 def mark(literal: str, ids: Mapping[str, int]) -> str:
-    """A mark in a rule, as text or as the token that it is in some vocabularies (mark -> id), which no text matches."""
+    """A mark in a rule, as text or as the token that it is in some vocabularies (mark -> id): llguidance matches one
+    that looks like a tag with no text, special or not."""
     return f"({text(literal)} | <[{ids[literal]}]>)" if literal in ids else text(literal)
 
 

@@ -32,9 +32,10 @@ def service(tokenizer, folder=None, slots=2, cache_dtype="float32", head=16, win
     return Service(engine, tokenizer, name="tiny", learns=folder is not None, **options)
 
 
-def templated(tokenizer, template, special=()):
-    """The same tokenizer with another chat template, and more tokens that are not shown."""
+def templated(tokenizer, template, special=(), shown=()):
+    """The same tokenizer with another chat template, and more tokens that are not shown, or are."""
     hf = copy.deepcopy(tokenizer.hf)
+    hf.add_tokens(list(shown))
     if special:
         hf.add_special_tokens({"additional_special_tokens": list(special)})
     hf.chat_template = template

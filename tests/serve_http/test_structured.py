@@ -89,9 +89,13 @@ def test_native(url):
         assert answer["stop_type"] == "eos"
 
 
+TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")  # tokens that are shown, in Qwen's vocabularies
+
+
+@pytest.mark.parametrize("shown", [(), TAGS], ids=["text", "tokens"])
 @pytest.mark.parametrize("template", [HERMES, LLAMA, XML], ids=["hermes", "llama", "xml"])
-def test_calls_that_must_be_made(tokenizer, template):
-    made = service(templated(tokenizer, template, ["<|python_tag|>"]), window=900)
+def test_calls_that_must_be_made(tokenizer, template, shown):
+    made = service(templated(tokenizer, template, ["<|python_tag|>"], shown), window=900)
     with served(made) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as gpt:
         ask = {"model": "m", "messages": ASK, "tools": CHAT_TOOLS, "seed": 1, "parallel_tool_calls": False}
         named = gpt.chat.completions.create(
@@ -146,12 +150,13 @@ def begins(made, text):
 OWN = {"hermes": (HERMES, "See: <tool_call>"), "llama": (LLAMA, "<|python_tag|>"), "xml": (XML, "See:\n<tool_call>")}
 
 
+@pytest.mark.parametrize("shown", [(), TAGS], ids=["text", "tokens"])
 @pytest.mark.parametrize("kind", OWN)
-def test_calls_of_its_own_accord_are_held_to_their_schemas(tokenizer, kind):
+def test_calls_of_its_own_accord_are_held_to_their_schemas(tokenizer, kind, shown):
     """From the mark on a random model calls a tool that was offered, with arguments that are allowed, each time; text
     before and behind is its own."""
     template, mark = OWN[kind]
-    made = service(templated(tokenizer, template, ["<|python_tag|>"]), window=900)
+    made = service(templated(tokenizer, template, ["<|python_tag|>"], shown), window=900)
     ask = {"model": "m", "messages": ASK, "tools": CHAT_TOOLS, "max_tokens": 300, "parallel_tool_calls": False}
     with served(made) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as gpt:
         with begins(made, mark):

@@ -158,6 +158,14 @@ def test_a_conversation_with_calls_goes_on_in_each_dialect_alike(gpt, claude, ur
     assert '"name": "look"' in prompts[0] and "Look somewhere." in prompts[0], "the tools are in the prompt"
 
 
+def test_calls_without_ids_have_answers_all_the_same(gpt, made):
+    call = {"type": "function", "function": {"name": "look", "arguments": "{}"}}
+    chat = [*ASK, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "A key."}]
+    with says(made, "Under the mat."):
+        gpt.chat.completions.create(model="m", messages=chat, tools=CHAT_TOOLS)
+    assert "<tool_response name=look>A key." in prompt_of(made)
+
+
 def test_what_only_looks_like_a_call_stays_text(gpt, made, monkeypatch):
     """Where nothing holds it to be one (llguidance would)."""
     monkeypatch.setattr(Asked, "_held", lambda *_: None)
