@@ -25,7 +25,7 @@ class Format(Protocol):
     many: whether a reply that is made to call may have several calls.
     between: characters that may stand between calls, beside white space.
     mark: what a call certainly begins with.
-    ids: of `tokens` those that are special tokens of the vocabulary, mark -> id.
+    ids: of `tokens` those that are tokens of their own in the vocabulary, mark -> id.
     """
 
     special: tuple[str, ...]
@@ -151,10 +151,6 @@ def json_calls(tools: Sequence[Tool], arguments: str) -> list[str]:
     return made
 
 
-def _ids(tokenizer: Tokenizer, marks: Sequence[str]) -> dict[str, int]:
-    return {text: id for id, text in tokenizer.ids_of(marks).items()}
-
-
 def format_of(tokenizer: Tokenizer) -> Format:
     """The format that a model's chat template asks for.
 
@@ -165,9 +161,9 @@ def format_of(tokenizer: Tokenizer) -> Format:
     if "tools" not in template:
         raise Refused("this model's chat template takes no tools; send none, or serve a model that was made for them")
     if Hermes.open in template and "<function=" in template:
-        return xml.Xml(_ids(tokenizer, xml.Xml.tokens))
+        return xml.Xml(tokenizer.tokens_of(xml.Xml.tokens))
     if Hermes.open in template and re.search(r'"arguments\\?"', template):
-        return Hermes(_ids(tokenizer, Hermes.tokens))
+        return Hermes(tokenizer.tokens_of(Hermes.tokens))
     if Llama.special[0] in template or ("<|start_header_id|>" in template and '"parameters":' in template):
         return Llama()
     raise Refused(
