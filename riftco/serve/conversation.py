@@ -17,12 +17,21 @@ from .scheduler import Scheduler
 Messages = Sequence[Mapping[str, Any]]
 
 
-def serving_prompt_tokens(tokenizer: Tokenizer, messages: Messages, **options: Any) -> list[int]:
-    """The tokens that a conversation is served with; `options` are the chat template's own, `tools` among them."""
+def serving_prompt_tokens(tokenizer: Tokenizer, messages: Messages, go_on: bool = False, **options: Any) -> list[int]:
+    """The tokens that a conversation is served with; `options` are the chat template's own, `tools` among them.
+
+    `go_on`: the reply continues the last message, which is the assistant's, instead of following it.
+    """
     plain = plain_messages(messages)
     if any("tool_calls" in m for m in plain) and "tool_calls" not in tokenizer.template(bool(options.get("tools"))):
         raise Refused("this model's chat template has no place for tool_calls; send the conversation without them")
-    return tokenizer.encode(tokenizer.render_chat(plain, add_generation_prompt=True, **options))
+    if not go_on:
+        return tokenizer.encode(tokenizer.render_chat(plain, add_generation_prompt=True, **options))
+    if not plain or plain[-1].get("role") != "assistant" or "tool_calls" in plain[-1] or not plain[-1].get("content"):
+        raise Refused(
+            "there is no text to go on with: the last message must be the assistant's, with text and no calls"
+        )
+    return tokenizer.encode(tokenizer.render_chat(plain, continue_final_message=True, **options))
 
 
 def plain_messages(messages: Messages) -> list[dict[str, Any]]:

@@ -94,10 +94,24 @@ def create_app(
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
+    def model_cards() -> list[dict[str, Any]]:
+        """The base, and each adapter as what a request's `model` may name."""
+        card, adapters = {"object": "model", "created": service.created, "owned_by": "riftco"}, service.adapter_cards()
+        return [
+            {"id": service.name, **card, "adapters": adapters},
+            *({"id": adapter["id"], **card, "parent": service.name} for adapter in adapters),
+        ]
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        card = {"id": service.name, "object": "model", "created": service.created, "owned_by": "riftco"}
-        return {"object": "list", "data": [{**card, "adapters": service.adapter_cards()}]}
+        return {"object": "list", "data": model_cards()}
+
+    @app.get("/v1/models/{id:path}")
+    async def model(id: str) -> dict[str, Any]:
+        for card in model_cards():
+            if card["id"] == id:
+                return card
+        raise ApiError(404, f"no model {id!r}; GET /v1/models lists those that are here", code="model_not_found")
 
     def admin(request: Request) -> str:
         return allowed.caller(request, admin=True)
@@ -107,17 +121,17 @@ def create_app(
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, request: Request) -> EventSourceResponse | dict[str, Any]:
-        ticket = await openai.chat_ticket(service, body, caller_of(request, body))
+        tickets = await openai.chat_tickets(service, body, caller_of(request, body))
         if body.stream:
-            return streamed(openai.chat_stream(service, body, ticket), ticket)
-        return await answered(request, openai.chat_answer(service, body, ticket))
+            return streamed(openai.chat_stream(service, body, tickets), *tickets)
+        return await answered(request, openai.chat_answer(service, body, tickets))
 
     @app.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> EventSourceResponse | dict[str, Any]:
-        ticket = await openai.completion_ticket(service, body, caller_of(request, body))
+        tickets = await openai.completion_tickets(service, body, caller_of(request, body))
         if body.stream:
-            return streamed(openai.completion_stream(service, body, ticket), ticket)
-        return await answered(request, openai.completion_answer(service, body, ticket))
+            return streamed(openai.completion_stream(service, body, tickets), *tickets)
+        return await answered(request, openai.completion_answer(service, body, tickets))
 
     @app.post("/completion", response_model=None)
     async def completion(body: native.NativeRequest, request: Request) -> EventSourceResponse | dict[str, Any]:
@@ -140,9 +154,7 @@ def create_app(
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: messages.CountRequest) -> dict[str, int]:
         asked = messages.messages_asked(body)
-        prompt = await service.away(
-            service.prompt_of, messages.conversation(body), asked.options(body.chat_template_kwargs)
-        )
+        prompt = await service.away(service.prompt_of, *messages.prompt_asked(body, asked))
         return {"input_tokens": len(prompt)}
 
     @app.post("/v1/responses", response_model=None)

@@ -81,7 +81,7 @@ async def embedded(service: Service, body: EmbeddingsRequest) -> dict[str, Any]:
     service.requests += 1
     try:
         bank = service.engine.bank
-        key = bank.set_of(service.adapters_of(body.lora))
+        key = bank.set_of(service.adapters_of(service.lora_of(body.lora, body.model)))
         bank.ready(key)
         work = embed(service.engine, inputs, body.pooling, key)
         while (made := await asyncio.wrap_future(service.scheduler.between(lambda: next(work, None)))) is not None:

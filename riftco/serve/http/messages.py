@@ -122,13 +122,22 @@ def messages_asked(body: Asks) -> Asked:
     raise ApiError(400, f"tool_choice.type must be auto, any, tool or none; got {kind!r}", param="tool_choice")
 
 
+def prompt_asked(body: Asks, asked: Asked) -> tuple[list[dict[str, Any]], dict[str, Any], bool]:
+    """What Service.prompt_of takes; a conversation that ends with the assistant's text is gone on with from there."""
+    turns = conversation(body)
+    last = turns[-1]
+    go_on = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
+    return turns, asked.options(body.chat_template_kwargs), go_on
+
+
 async def messages_ticket(service: Service, body: MessagesRequest, caller: str) -> Ticket:
     asked = messages_asked(body)
     asked.check_learn(body.learn)
     grammar = await asked.grammar(service)
-    prompt = await service.away(service.prompt_of, conversation(body), asked.options(body.chat_template_kwargs))
+    prompt = await service.away(service.prompt_of, *prompt_asked(body, asked))
     return service.submit(
-        prompt, body.sampling(), body.max_tokens, lora=body.lora, slot=body.id_slot, learn=body.learn, caller=caller,
+        prompt, body.sampling(), body.max_tokens, lora=service.lora_of(body.lora, body.model), slot=body.id_slot,
+        learn=body.learn, caller=caller,
         grammar=grammar, refuse=asked.refuse(service),
     )  # fmt: skip
 

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from ..sampling import Sampling
+from .errors import ApiError
+
+MOST_CHOICES = 128  # of a request, as OpenAI has it
+
+
+def _unsupported(given: Any) -> None:
+    if given is not None:
+        raise ValueError("not supported here; leave it out")
+
+
+Unsupported = Annotated[Any, AfterValidator(_unsupported)]  # what would change an answer, and is not let through
 
 
 class Words(BaseModel):
@@ -112,15 +123,18 @@ class ChatRequest(Calls):
     stream_options: StreamOptions | None = None
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=20)
-    n: Literal[1] = 1
+    n: int = Field(default=1, ge=1, le=MOST_CHOICES)
     response_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    continue_final_message: bool = False
+    functions: Unsupported = None
+    function_call: Unsupported = None
 
 
 class CompletionRequest(Sampled):
     """POST /v1/completions"""
 
-    prompt: str | list[int]
+    prompt: str | list[Any]
     model: str | None = None
     max_tokens: int | None = Field(default=16, ge=1)
     stop: str | list[str] | None = None
@@ -128,7 +142,22 @@ class CompletionRequest(Sampled):
     stream_options: StreamOptions | None = None
     logprobs: int | None = Field(default=None, ge=0, le=5)
     echo: Literal[False] = False
-    n: Literal[1] = 1
+    n: int = Field(default=1, ge=1, le=MOST_CHOICES)
+    best_of: Unsupported = None
+    suffix: Unsupported = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """One or several, each a text or token ids."""
+        given = self.prompt
+        if isinstance(given, str) or (given and all(type(one) is int for one in given)):
+            return [given]
+        if not given or not all(isinstance(one, str) or _ids(one) for one in given):
+            raise ApiError(400, "prompt must be a text, token ids, or a list of such", param="prompt")
+        return list(given)
+
+
+def _ids(given: Any) -> bool:
+    return isinstance(given, list) and all(type(one) is int for one in given)
 
 
 def stops_of(stop: str | list[str] | None) -> list[str]:

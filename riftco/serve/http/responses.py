@@ -99,7 +99,8 @@ async def responses_ticket(service: Service, body: ResponsesRequest, caller: str
     grammar = await asked.grammar(service)
     prompt = await service.away(service.prompt_of, conversation(body), asked.options(body.chat_template_kwargs))
     return service.submit(
-        prompt, body.sampling(), body.max_output_tokens, lora=body.lora, slot=body.id_slot, learn=body.learn,
+        prompt, body.sampling(), body.max_output_tokens, lora=service.lora_of(body.lora, body.model), slot=body.id_slot,
+        learn=body.learn,
         caller=caller, grammar=grammar, refuse=asked.refuse(service),
     )  # fmt: skip
 

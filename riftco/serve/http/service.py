@@ -100,12 +100,14 @@ class Service:
             self._learners, self.learn, slot, prompt, options, caller
         )
 
-    def prompt_of(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
-        """The tokens that a conversation is served with, and learned behind."""
+    def prompt_of(
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], go_on: bool = False
+    ) -> list[int]:
+        """The tokens that a conversation is served with, and learned behind; `go_on`: with its last message."""
         if taken := OURS & options.keys():
             raise ApiError(400, f"chat_template_kwargs: {min(taken)} is no option of a template")
         try:
-            return serving_prompt_tokens(self.tokenizer, messages, **{**self.template, **options})
+            return serving_prompt_tokens(self.tokenizer, messages, go_on, **{**self.template, **options})
         except (ModelError, Refused) as why:
             raise ApiError(400, str(why), param="messages") from None
 
@@ -185,6 +187,12 @@ class Service:
         except ApiError:
             self.settle(id, None)
             raise
+
+    def lora_of(self, lora: Sequence[LoraUse] | None, model: str | None) -> Sequence[LoraUse] | None:
+        """The adapters that a request names: its `lora`, or else its `model` where that is one's id."""
+        if lora is None and model in self.engine.bank.adapters and model != self.name:
+            return [LoraUse(id=model)]
+        return lora
 
     def adapters_of(self, lora: Sequence[LoraUse] | None) -> dict[str, float]:
         return dict(self.scales) if lora is None else {use.id: use.scale for use in lora}
