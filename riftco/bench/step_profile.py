@@ -26,7 +26,7 @@ KINDS = {
     "norms": ("_norm_", "_long_", "_add_parts"),
     "gated units": ("_glu",),
     "rotation": ("_rope",),
-    "loss": ("forward_rows", "backward_rows", "count_labelled"),
+    "loss": ("forward_rows", "backward_rows", "count_labelled", "place_labelled"),
     "embedding": ("_gather", "_scatter", "_segment", "_unscatter"),
     "optimizer": ("_update", "_norm", "_finish", "_advance"),
 }  # fmt: skip

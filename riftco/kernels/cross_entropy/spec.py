@@ -107,7 +107,7 @@ def scores(logits: Tensor, softcap: float, logit_scale: float) -> tuple[Tensor, 
 
 
 def lse_of(top: Tensor, log_total: Tensor, softcap: float, logit_scale: float) -> Tensor:
-    return top + log_total if softcap else logit_scale * top + log_total
+    return top + log_total if softcap or logit_scale == 1 else logit_scale * top + log_total
 
 
 def no_metrics(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,6 +129,13 @@ def labelled(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """What a mean divides by, the number of rows with a label and at least 1, and its reciprocal; float32 []."""
     over = ((target != ignore_index) & (target >= 0)).sum().clamp(min=1).float()
     return over, over.reciprocal()
+
+
+def places(live: Tensor) -> Tensor:
+    """How many of the rows [N] carry loss, the first of them (N where none does) and the last (-1), as one tensor."""
+    N = live.shape[0]
+    place = torch.arange(N, device=live.device)
+    return torch.stack([live.sum(), place.where(live, N).amin(), place.where(live, -1).amax()])
 
 
 def forward_backward_(*args: Any) -> tuple[Tensor, ...]:

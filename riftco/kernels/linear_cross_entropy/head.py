@@ -34,7 +34,9 @@ class Head:
     def reserve(self, rows: int) -> None:
         """One buffer for every slice; a frozen weight's product brings its own."""
         if not self.p.frozen:
-            self.buffer = self.p.x.new_empty(rows, self.width)[:, : self.p.V]
+            width, V = self.width, self.p.V
+            whole = self.p.x.new_empty(rows, width)
+            self.buffer = whole if width == V else whole[:, :V]
 
     def inner(self, x: Tensor) -> Tensor | None:
         return None if self.a is None else torch.mm(x, self.a.t())
@@ -45,7 +47,8 @@ class Head:
             z = p.base.forward(x, p.bias, launcher)
             return z if inner is None or self.b is None else z.addmm_(inner, self.b.t())
         assert self.buffer is not None
-        z, w = self.buffer[: x.shape[0]], p.weight.t()
+        n, z, w = x.shape[0], self.buffer, p.weight.t()
+        z = z if n == z.shape[0] else z[:n]
         if inner is not None and self.b is not None:
             _affine(inner, self.b.t(), p.bias, z)
             return z.addmm_(x, w)

@@ -289,8 +289,8 @@ def linear_cross_entropy(
         p = p._replace(n_labelled=COMPUTE_ALL)
     factor = None
     if reduction == "mean":
-        factor = denominator_of(p, denominator).reciprocal()
-    needs = tuple(not (p.frozen and n == "weight") and needs_grad(getattr(p, n)) for n in TRAINABLE)
+        factor = _factor(p, denominator)
+    needs = tuple(needs_grad(t) for t in (x, None if p.frozen else packed, bias, a, b))
     if any(needs) and impl is None and reduction != "none" and not checkpoint:
         total, *rows = SummedLoss.apply(*p, factor, accum_dtype, needs)
     else:
@@ -304,9 +304,16 @@ def linear_cross_entropy(
         total = total if factor is None else total * factor
     if not (return_lse or return_metrics):
         return total
-    rows = [r.detach() for r in rows[:5]]
-    more = (rows[1],) if return_lse else ()
-    return (total, *more, _metrics(p, rows)) if return_metrics else (total, *more)
+    more = (rows[1].detach(),) if return_lse else ()
+    return (total, *more, _metrics(p, [r.detach() for r in rows[:5]])) if return_metrics else (total, *more)
+
+
+def _factor(p: Problem, denominator: int | float | Tensor | None) -> Tensor:
+    """The reciprocal of what "mean" divides by. Where nothing traces the call, labels are counted in one launch."""
+    plain = denominator is None and p.class_weight is None and p.label_weight is None and p.acc == torch.float32
+    if plain and p.x.device.type != "xla" and not _traced():
+        return cross_entropy.labelled(p.target, p.ignore_index)[0].reciprocal()
+    return denominator_of(p, denominator).reciprocal()
 
 
 def denominator_of(p: Problem, denominator: int | float | Tensor | None) -> Tensor:

@@ -1,5 +1,6 @@
 """How many rows a slice takes, and why: a pure function of sizes."""
 
+import functools
 from dataclasses import dataclass
 
 TILE = 128  # rows of a matmul's tile: a slice that is no multiple of it wastes the last one
@@ -12,6 +13,7 @@ class Plan:
     why: str
 
 
+@functools.lru_cache(1024)
 def plan(count: int, row_bytes: int, slice_bytes: int, most_bytes: int | None = None) -> Plan:
     """Slices of equal size, as few as the budget allows: each reads the weight twice and its gradient once or twice.
 

@@ -73,7 +73,7 @@ class Problem(NamedTuple):
 
     @property
     def acc(self) -> torch.dtype:
-        return torch.promote_types(self.x.dtype, torch.float32)
+        return torch.float64 if self.x.dtype == torch.float64 else torch.float32
 
     @property
     def options(self) -> tuple[int, float, float, float, float]:

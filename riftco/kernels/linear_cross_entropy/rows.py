@@ -1,44 +1,49 @@
 """The rows that are computed: those without a label or with weight 0 are dropped before any matmul."""
 
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from ..cross_entropy import spec
 from .plan import Plan
 from .problem import Problem
 
 Where = slice | Tensor  # addresses the rows of a slice among all rows
+# (target [N], row_weight [N] or None, ignore_index) -> spec.places of the rows with a label, or None
+Places = Callable[[Tensor, Tensor | None, int], Tensor | None]
 
 
 class Rows:
     """Which rows of x are computed; `over` goes through them in slices.
 
     n_labelled is an upper bound on the rows that carry loss, -1 for "compute all", None for "count them": that waits
-    for an accelerator once, and is not done while a CUDA graph is captured or on XLA.
+    for an accelerator once, and is not done while a CUDA graph is captured or on XLA. `places` counts in one launch.
     """
 
-    def __init__(self, p: Problem, host_counts: bool):
+    def __init__(self, p: Problem, host_counts: bool, places: Places | None = None):
         self.p, self.x = p, p.x
         self.total = p.rows.numel()
-        self.live = p.live().reshape(-1)
         self.flat = p.x.view(self.total, p.C) if _one_stride(p.x) else None
         self.index: Tensor | None = None
         self.first, self.count, self.all_live = 0, self.total, False
         self.short: Tensor | None = None  # on a device that is not waited for: n_labelled left labelled rows out
-        self._select(p.n_labelled, host_counts)
+        self._select(p.n_labelled, host_counts, places)
 
-    def _select(self, n_labelled: int | None, host_counts: bool) -> None:
-        live, total = self.live, self.total
-        waits = live.device.type == "xla" or (live.is_cuda and torch.cuda.is_current_stream_capturing())
+    @functools.cached_property
+    def live(self) -> Tensor:
+        """Of every row, whether it carries loss."""
+        return self.p.live().reshape(-1)
+
+    def _select(self, n_labelled: int | None, host_counts: bool, places: Places | None) -> None:
+        x, total = self.x, self.total
+        waits = x.device.type == "xla" or (x.is_cuda and torch.cuda.is_current_stream_capturing())
         if total == 0 or n_labelled == -1 or (n_labelled is None and waits):
             return
         if n_labelled is None or host_counts:
-            place = torch.arange(total, device=live.device)
-            count, first, last = torch.stack(
-                [live.sum(), place.where(live, total).amin(), place.where(live, -1).amax()]
-            ).tolist()  # the one wait
+            count, first, last = self._places(places).tolist()  # the one wait
             if n_labelled is not None and count > n_labelled:
                 raise ValueError(
                     f"linear_cross_entropy: n_labelled={n_labelled}, but {count} rows carry a label and a weight"
@@ -51,7 +56,14 @@ class Rows:
         elif n_labelled < total:
             # what is left of n_labelled behind the labelled rows are rows that give 0
             self.count, self.index = n_labelled, self._labelled_first()[:n_labelled]
-            self.short = live.sum() > n_labelled
+            self.short = self.live.sum() > n_labelled
+
+    def _places(self, places: Places | None) -> Tensor:
+        p, found = self.p, None
+        if places is not None and p.label_weight is None:
+            row_weight = None if p.row_weight is None else p.row_weight.reshape(-1)
+            found = places(p.target.reshape(-1), row_weight, p.ignore_index)
+        return spec.places(self.live) if found is None else found
 
     def _labelled_first(self) -> Tensor:
         """Row numbers, labelled ones first, each group in order."""
@@ -66,6 +78,10 @@ class Rows:
     def where(self) -> Where:
         """All computed rows."""
         return slice(self.first, self.first + self.count) if self.index is None else self.index
+
+    def of(self, t: Tensor) -> Tensor:
+        """The computed rows of t [rows, ...]: t itself, or a view of it, where they lie together."""
+        return t if self.everything else t[self.where]
 
     def whole(self) -> tuple[Where, Tensor]:
         """(where, x [count, C]) of all computed rows: a view of x where they lie together."""

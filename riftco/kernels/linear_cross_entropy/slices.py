@@ -6,17 +6,18 @@ Device-neutral; cuda.py, cpu.py, riftco/metal and riftco/tpu say how a slice of 
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..cross_entropy.spec import lse_of
+from ..cross_entropy.spec import lse_of, no_metrics
 from . import head as heads
 from . import labels, vocabulary
 from . import rows as selection
 from .plan import Plan, plan
 from .problem import Problem
-from .rows import Rows, Where, put
+from .rows import Places, Rows, put
 from .vocabulary import why_not
 
 
@@ -35,6 +36,9 @@ class Loss:
     vocabulary_below: rows a slice, below which a trainable head's classes are taken in blocks; 0: never.
     host_counts: the host sees values at once, so that counting rows costs no wait.
     power_above(x): the power of two above x > 0, between 2 ** -100 and 2 ** 100.
+    in_turn: cross_entropy.cuda.Slices, where a device has that: the launches of one call, with what they share worked
+        out once.
+    places: counts the rows that carry loss in one launch.
     """
 
     forward: Callable
@@ -45,36 +49,77 @@ class Loss:
     vocabulary_below: int = 0
     host_counts: bool = False
     power_above: Callable[[Tensor], Tensor] = power_above
+    in_turn: Callable[..., Any] | None = None
+    places: Places | None = None
 
 
-class Outputs:
-    """loss, lse, log_prob, entropy, argmax of every row; slices are put in order and joined once, at the end."""
+class Losses:
+    """loss, lse, log_prob, entropy, argmax of the rows of one call, whose slices come in order.
 
-    def __init__(self, rows: Rows, p: Problem):
-        self.rows, self.p = rows, p
-        self.slices: list[tuple[Tensor, ...]] = []
+    With `gradient` a slice's logits become their gradient, else they may be overwritten, too. `upstream`: of all rows.
+    """
 
-    def put(self, results: tuple[Tensor, ...]) -> None:
-        self.slices.append(results)
+    def __init__(self, ce: Loss, p: Problem, rows: Rows, gradient: bool = False, upstream: Tensor | None = None):
+        self.ce, self.p, self.rows, self.gradient, self.done = ce, p, rows, gradient, 0
+        k = () if p.label_weight is None else p.target.shape[-1:]
+        self.target = rows.of(p.target.reshape(rows.total, *k))
+        self.many = None if p.label_weight is None else rows.of(p.label_weight.reshape(rows.total, *k))
+        self.weight = None if p.row_weight is None else rows.of(p.row_weight.reshape(-1))
+        self.upstream = None if upstream is None else rows.of(upstream)
+        self.parts: list[tuple[Tensor, ...]] = []
+        self.out: list[Tensor] = []
+        self.launch: Callable[[Tensor, int], object] | None = None
+        if ce.in_turn is not None and self.many is None:
+            self.out = [p.x.new_empty(rows.count, dtype=p.acc) for _ in range(5 if p.metrics else 3)]
+            if p.metrics:
+                self.out.append(p.x.new_empty(rows.count, dtype=torch.int64))
+            self.launch = ce.in_turn(
+                self.target, self.weight, p.class_weight, self.upstream, p.options, p.metrics, gradient, self.out
+            )
+
+    def __call__(self, logits: Tensor) -> None:
+        """The losses of the next rows."""
+        first, self.done = self.done, self.done + logits.shape[0]
+        if self.launch is None:
+            self.parts.append(self._part(logits, slice(first, self.done)))
+        else:
+            self.launch(logits, first)
+
+    def _part(self, logits: Tensor, at: slice) -> tuple[Tensor, ...]:
+        p, ce = self.p, self.ce
+        target, weight, d = self.target[at], _piece(self.weight, at), _piece(self.upstream, at)
+        if self.many is not None:
+            options = (p.ignore_index, p.softcap, p.logit_scale, p.metrics)
+            if self.gradient:
+                many = (target, self.many[at], weight, d)
+                return labels.forward_backward_(ce.forward_backward_, logits, *many, *options)
+            return labels.forward(ce.forward, logits, target, self.many[at], weight, *options)
+        if self.gradient:
+            return ce.forward_backward_(logits, target, weight, p.class_weight, d, *p.options, p.metrics)
+        return ce.forward(logits, target, weight, p.class_weight, *p.options, p.metrics)
+
+    def columns(self) -> list[Tensor]:
+        """loss, top, log_total, with metrics log_prob, entropy and argmax, too, of the computed rows."""
+        if not self.out and self.parts:
+            self.out = [torch.cat(c) for c in list(zip(*self.parts))[: 6 if self.p.metrics else 3]]
+        return self.out
 
     def finished(self) -> tuple[Tensor, ...]:
-        p = self.p
-        columns = list(zip(*self.slices)) or [()] * 6
-        loss, top, log_total, *more = (self._joined(c, 0, p.acc) for c in columns[: 5 if p.metrics else 3])
+        p, columns = self.p, self.columns() if self.done else []
+        loss, top, log_total, *more = (self._of_all(columns, i) for i in range(6 if p.metrics else 3))
         if self.rows.short is not None:
             loss.masked_fill_(self.rows.short, torch.nan)
         shaped = [v.view(p.rows) for v in (loss, lse_of(top, log_total, p.softcap, p.logit_scale), *more)]
-        if p.metrics:
-            return *shaped, self._joined(columns[5], -1, torch.int64).view(p.rows)
-        return *shaped, loss.new_empty(0), loss.new_empty(0), p.x.new_empty(0, dtype=torch.int64)
+        return *shaped, *(() if p.metrics else no_metrics(p.x))
 
-    def _joined(self, parts: tuple[Tensor, ...], filler: int, dtype: torch.dtype) -> Tensor:
-        """The slices' values among those of all rows; dropped rows get the filler."""
-        if parts and self.rows.everything:
-            return torch.cat(parts)
+    def _of_all(self, columns: list[Tensor], i: int) -> Tensor:
+        """Column i with the rows that are not computed, too: 0, and -1 as argmax."""
+        if columns and self.rows.everything:
+            return columns[i]
+        filler, dtype = (-1, torch.int64) if i == 5 else (0, self.p.acc)
         out = torch.full((self.rows.total,), filler, dtype=dtype, device=self.p.x.device)
-        if parts:
-            put(out, self.rows.where, torch.cat(parts))
+        if columns:
+            put(out, self.rows.where, columns[i])
         return out
 
 
@@ -83,12 +128,10 @@ def forward(ce: Loss, *arguments) -> tuple[Tensor, ...]:
     p = Problem(*arguments)
     with _as_given(p.x):
         rows, head, slices = _prepare(ce, p)
-        out = Outputs(rows, p)
-        for where, xs in rows.over(slices):
-            logits = head.logits(xs, head.inner(xs))
-            out.put(_losses(ce, p, logits, where))
-            del logits
-        return out.finished()
+        losses = Losses(ce, p, rows)
+        for _, xs in rows.over(slices):
+            losses(head.logits(xs, head.inner(xs)))
+        return losses.finished()
 
 
 def backward(ce: Loss, d_loss: Tensor | None, *arguments) -> tuple[Tensor, ...]:
@@ -98,20 +141,21 @@ def backward(ce: Loss, d_loss: Tensor | None, *arguments) -> tuple[Tensor, ...]:
     need_x, need_weight, need_bias, need_a, need_b = needs
     with _as_given(p.x):
         rows, head, slices = _prepare(ce, p)
-        out = Outputs(rows, p)
         upstream, restore = tamed(p, d_loss, ce.power_above)
         if not why_not(p, rows.count, slices.rows, ce.vocabulary_below, need_weight, accum_dtype):
-            grads = vocabulary.backward(ce, p, rows, head, out, slices, upstream, needs)
-            return *out.finished(), grads[0].view(p.x.shape) if need_x else grads[0], *grads[1:]
+            losses = Losses(ce, p, rows)
+            grads = vocabulary.backward(ce, p, rows, head, losses, slices, upstream, needs)
+            return *losses.finished(), grads[0].view(p.x.shape) if need_x else grads[0], *grads[1:]
+        losses = Losses(ce, p, rows, True, upstream)
         R = 0 if p.lora_a is None else p.lora_a.shape[0]
         d_x = rows.zeros_or_empty(p.C, dtype=p.x.dtype) if need_x else p.x.new_empty(0)
         d_w = heads.Sum(p.x, (p.V, p.C), torch.promote_types(p.x.dtype, accum_dtype), need_weight)
         d_a, d_b = heads.Sum(p.x, (R, p.C), p.acc, need_a), heads.Sum(p.x, (p.V, R), p.acc, need_b)
-        d_bias = p.x.new_zeros(p.V if need_bias else 0, dtype=p.acc)
+        d_bias = p.x.new_zeros(p.V, dtype=p.acc) if need_bias else p.x.new_empty(0, dtype=p.acc)
         for where, xs in rows.over(slices):
             inner = head.inner(xs)
             logits = head.logits(xs, inner)
-            out.put(_gradients_(ce, p, logits, where, upstream))
+            losses(logits)
             g = logits  # by now
             d_inner = head.d_inner(g) if need_x or need_a else None
             if need_x:
@@ -130,7 +174,7 @@ def backward(ce: Loss, d_loss: Tensor | None, *arguments) -> tuple[Tensor, ...]:
         if restore is not None:
             d_x, d_bias = d_x.mul_(restore), d_bias.mul_(restore)
         return (
-            *out.finished(),
+            *losses.finished(),
             d_x.view(p.x.shape) if need_x else d_x,
             d_w.result(p.weight_grad_dtype(accum_dtype), restore),
             d_bias,
@@ -141,11 +185,12 @@ def backward(ce: Loss, d_loss: Tensor | None, *arguments) -> tuple[Tensor, ...]:
 
 def _as_given(x: Tensor) -> contextlib.AbstractContextManager:
     """No autocast inside; meta tensors, which tools run this on, have none."""
-    return contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+    on = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    return torch.autocast(x.device.type, enabled=False) if on else contextlib.nullcontext()
 
 
 def _prepare(ce: Loss, p: Problem) -> tuple[Rows, heads.Head, Plan]:
-    rows, head = selection.Rows(p, ce.host_counts), heads.Head(p)
+    rows, head = selection.Rows(p, ce.host_counts, ce.places), heads.Head(p)
     row_bytes = p.V * (p.x.dtype.itemsize + ce.temporaries(p)) + head.row_bytes()
     slices = plan(rows.count, row_bytes, p.slice_bytes, ce.most_bytes)
     head.reserve(slices.rows)
@@ -170,32 +215,5 @@ def tamed(
     return flat.float() / factor, factor
 
 
-def _piece(t: Tensor | None, where: Where) -> Tensor | None:
-    return None if t is None else t[where]
-
-
-def _rowwise(p: Problem, where: Where) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(target, label_weight, row_weight) of a slice."""
-    if p.label_weight is None:
-        target, many = p.target.reshape(-1)[where], None
-    else:
-        k = p.target.shape[-1]
-        target, many = p.target.reshape(-1, k)[where], p.label_weight.reshape(-1, k)[where]
-    return target, many, None if p.row_weight is None else p.row_weight.reshape(-1)[where]
-
-
-def _losses(ce: Loss, p: Problem, logits: Tensor, where: Where) -> tuple[Tensor, ...]:
-    target, many, weight = _rowwise(p, where)
-    if many is None:
-        return ce.forward(logits, target, weight, p.class_weight, *p.options, p.metrics)
-    options = (p.ignore_index, p.softcap, p.logit_scale, p.metrics)
-    return labels.forward(ce.forward, logits, target, many, weight, *options)
-
-
-def _gradients_(ce: Loss, p: Problem, logits: Tensor, where: Where, upstream: Tensor | None) -> tuple[Tensor, ...]:
-    target, many, weight = _rowwise(p, where)
-    d = _piece(upstream, where)
-    if many is None:
-        return ce.forward_backward_(logits, target, weight, p.class_weight, d, *p.options, p.metrics)
-    options = (p.ignore_index, p.softcap, p.logit_scale, p.metrics)
-    return labels.forward_backward_(ce.forward_backward_, logits, target, many, weight, d, *options)
+def _piece(t: Tensor | None, at: slice) -> Tensor | None:
+    return None if t is None else t[at]

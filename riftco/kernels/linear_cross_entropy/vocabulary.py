@@ -18,7 +18,7 @@ from .problem import Problem
 from .rows import Rows, put
 
 if TYPE_CHECKING:
-    from .slices import Loss, Outputs
+    from .slices import Loss, Losses
 
 
 def why_not(p: Problem, count: int, rows_a_slice: int, below: int, need_weight: bool, accum_dtype: torch.dtype) -> str:
@@ -37,20 +37,13 @@ def why_not(p: Problem, count: int, rows_a_slice: int, below: int, need_weight: 
 
 
 def backward(
-    ce: "Loss", p: Problem, rows: Rows, head: Head, out: "Outputs", over, upstream: Tensor | None, needs: list[bool]
+    ce: "Loss", p: Problem, rows: Rows, head: Head, losses: "Losses", over, upstream: Tensor | None, needs: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """d_x, d_weight, d_bias, d_lora_a, d_lora_b; `over`: the slices of rows of the first pass."""
     need_x, _, need_bias, need_a, need_b = needs
-    top, log_total = (p.x.new_empty(rows.count, dtype=p.acc) for _ in range(2))
-    done = 0
-    for where, xs in rows.over(over):
-        logits = head.logits(xs, head.inner(xs))
-        results = ce.forward(
-            logits, p.target.reshape(-1)[where], _piece(p.row_weight, where), p.class_weight, *p.options, p.metrics
-        )
-        out.put(results)
-        top[done : done + xs.shape[0]], log_total[done : done + xs.shape[0]] = results[1], results[2]
-        done += xs.shape[0]
+    for _, xs in rows.over(over):
+        losses(head.logits(xs, head.inner(xs)))
+    _, top, log_total, *_ = losses.columns()
     head.buffer = None
 
     where, x = rows.whole()

@@ -11,10 +11,18 @@ from .. import spec
 from ..route import of_call
 from ..spec import no_metrics
 from . import rows as kernels
-from .route import Plan, plan
+from .route import plan
 
 LARGEST_INT = 2**31 - 1
 FEW = 1 << 17  # rows that one program counts
+
+
+class Fixed(NamedTuple):
+    """What options and a row's place decide, but no row: worked out once."""
+
+    constants: dict[str, Any]  # of both kernels
+    keep: int
+    in_use: frozenset[str]  # as route.py takes them
 
 
 class _Rows(NamedTuple):
@@ -25,46 +33,63 @@ class _Rows(NamedTuple):
     row_weight: Tensor | None
     class_weight: Tensor | None
     weight_sum: Tensor | None
-    numbers: tuple  # ignore_index, smoothing, z_loss, cap, slope, s, scale
-    flags: dict
-    plan: Plan
-    wide: bool
+    numbers: tuple
+    fixed: Fixed
+
+
+def numbers_of(options: tuple) -> tuple:
+    """ignore_index, smoothing, z_loss, cap, slope, s, scale"""
+    ignore_index, label_smoothing, z_loss, softcap, logit_scale = options
+    return (
+        ignore_index, label_smoothing, z_loss, softcap or 1.0, logit_scale / (softcap or 1.0),
+        1.0 if softcap else logit_scale, logit_scale,
+    )  # fmt: skip
+
+
+@functools.lru_cache(1024)
+def fixed(
+    V: int, stride: int, itemsize: int, aligned: bool, row_weight: bool, classes: bool, smooth: bool, softcap: bool,
+    metrics: bool,
+) -> Fixed:  # fmt: skip
+    """aligned: rows begin at multiples of 16 bytes, their classes one behind the other."""
+    chosen = plan(V, itemsize, aligned, metrics, V % 16 == 0 and not (smooth or softcap))
+    constants = {
+        "HAS_ROW_WEIGHT": row_weight, "CLASS": classes, "SMOOTH": smooth, "SOFTCAP": softcap,
+        "WIDE": (V + chosen.R * chosen.T * chosen.E) * stride > LARGEST_INT,
+        "R": chosen.R, "T": chosen.T, "E": chosen.E, "num_warps": chosen.warps,
+    }  # fmt: skip
+    used = {"metrics": metrics, "weight": classes, "softcap": softcap, "smoothing": smooth}
+    return Fixed(constants, chosen.keep, frozenset(name for name, held in used.items() if held))
 
 
 def _rows(logits, row_weight, class_weight, options: tuple, fresh: bool, metrics: bool = False) -> _Rows:
     """fresh: a gradient is written to contiguous rows of its own."""
-    ignore_index, label_smoothing, z_loss, softcap, logit_scale = options
+    _, label_smoothing, _, softcap, _ = options
     V = logits.shape[-1]
     x, inner, outer, step = as_rows(logits)
     stride = x.stride(-1) if V > 1 else 1
-    numbers = (
-        ignore_index, label_smoothing, z_loss, softcap or 1.0, logit_scale / (softcap or 1.0),
-        1.0 if softcap else logit_scale, logit_scale,
-    )  # fmt: skip
-    flags = {
-        "HAS_ROW_WEIGHT": row_weight is not None, "CLASS": class_weight is not None, "SMOOTH": label_smoothing > 0,
-        "SOFTCAP": softcap > 0,
-    }  # fmt: skip
     even = V % 16 == 0  # what Triton sees of integers
-    aligned = stride == 1 and all(n % 16 == 0 for n in (outer, step, x.data_ptr())) and (even or not fresh)
-    chosen = plan(V, x.dtype.itemsize, aligned, metrics, even and not (flags["SMOOTH"] or flags["SOFTCAP"]))
-    wide = (V + chosen.R * chosen.T * chosen.E) * stride > LARGEST_INT
+    aligned = stride == 1 and outer % 16 == step % 16 == x.data_ptr() % 16 == 0 and (even or not fresh)
+    chosen = fixed(
+        V, stride, x.dtype.itemsize, aligned, row_weight is not None, class_weight is not None, label_smoothing > 0,
+        softcap > 0, metrics,
+    )  # fmt: skip
     weight_sum = None if class_weight is None else class_weight.sum()
     row_weight = None if row_weight is None else row_weight.contiguous()
-    return _Rows(x, (inner, outer, step, stride), row_weight, class_weight, weight_sum, numbers, flags, chosen, wide)
+    strides = (inner, outer, step, stride)
+    return _Rows(x, strides, row_weight, class_weight, weight_sum, numbers_of(options), chosen)
 
 
-def _in_use(rows: _Rows, metrics: bool) -> frozenset[str]:
-    used = {"metrics": metrics, "weight": rows.flags["CLASS"]}
-    used |= {"softcap": rows.flags["SOFTCAP"], "smoothing": rows.flags["SMOOTH"]}
-    return frozenset(name for name, held in used.items() if held)
-
-
-def _per_row(t: Tensor | None) -> tuple[Tensor | None, int]:
+def per_row(t: Tensor | None) -> tuple[Tensor | None, int]:
     """(tensor, its stride over rows): 0 for the expanded scalar that a sum or mean sends back."""
     if t is None or all(s == 0 for s in t.stride()):
         return t, 0
     return t.contiguous(), 1
+
+
+def opaque(x: Tensor) -> bool:
+    """Whether what stays of a row in registers is read again through inline assembly, which the interpreter has not."""
+    return x.is_cuda and x.element_size() == 2
 
 
 def _forward(logits, target, row_weight, class_weight, d_loss, g: Tensor | None, options, metrics: bool):
@@ -81,8 +106,8 @@ def _forward(logits, target, row_weight, class_weight, d_loss, g: Tensor | None,
                 raise ValueError("cross_entropy: inplace=True needs logits whose rows two strides describe")
         else:
             g_strides = [inner * V, V, 1]
-        up, stride_up = _per_row(d_loss)
-        ring = of_call(rows.x, N, rows.strides[:3], _in_use(rows, metrics)).ring
+        up, stride_up = per_row(d_loss)
+        ring = of_call(rows.x, N, rows.strides[:3], rows.fixed.in_use).ring
         if g is not None and ring is not None:
             from . import hopper
 
@@ -94,10 +119,9 @@ def _forward(logits, target, row_weight, class_weight, d_loss, g: Tensor | None,
         with on(logits):
             kernels.forward_rows[(N,)](
                 rows.x, g, target.contiguous(), rows.row_weight, rows.class_weight, rows.weight_sum, up,
-                *out, *[None] * (6 - len(out)), inner, *x_strides, *g_strides, stride_up, V, *rows.numbers,
-                GRAD=g is not None, HAS_UP=up is not None, **rows.flags, METRICS=metrics, WIDE=rows.wide,
-                OPAQUE=logits.is_cuda and rows.x.element_size() == 2, KEEP=rows.plan.keep,
-                R=rows.plan.R, T=rows.plan.T, E=rows.plan.E, num_warps=rows.plan.warps,
+                *out, *[None] * (6 - len(out)), 0, inner, *x_strides, *g_strides, stride_up, V, *rows.numbers,
+                GRAD=g is not None, HAS_UP=up is not None, METRICS=metrics, OPAQUE=opaque(rows.x),
+                KEEP=rows.fixed.keep, **rows.fixed.constants,
             )  # fmt: skip
     return tuple(out) if metrics else (*out, *no_metrics(logits))
 
@@ -135,13 +159,12 @@ def backward(
         return d_logits
     options = (ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     rows = _rows(logits, row_weight, class_weight, options, True)
-    (up, stride_up), (up_lse, stride_lse) = _per_row(d_loss), _per_row(d_lse)
+    (up, stride_up), (up_lse, stride_lse) = per_row(d_loss), per_row(d_lse)
     with on(logits):
         kernels.backward_rows[(target.numel(),)](
             rows.x, d_logits, target.contiguous(), rows.row_weight, rows.class_weight, rows.weight_sum, up, up_lse,
             top.contiguous(), log_total.contiguous(), *rows.strides, stride_up, stride_lse, logits.shape[-1],
-            *rows.numbers, HAS_UP=up is not None, HAS_UP_LSE=up_lse is not None, **rows.flags, WIDE=rows.wide,
-            R=rows.plan.R, T=rows.plan.T, E=rows.plan.E, num_warps=rows.plan.warps,
+            *rows.numbers, HAS_UP=up is not None, HAS_UP_LSE=up_lse is not None, **rows.fixed.constants,
         )  # fmt: skip
     return d_logits
 
@@ -155,6 +178,20 @@ def labelled(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
             target.contiguous(), over, reciprocal, target.numel(), ignore_index, BLOCK=8192, num_warps=16
         )
     return over, reciprocal
+
+
+def places(target: Tensor, row_weight: Tensor | None, ignore_index: int) -> Tensor | None:
+    """spec.places of at most FEW rows, in one launch; None for more."""
+    if target.numel() > FEW:
+        return None
+    out = torch.empty(3, dtype=torch.int32, device=target.device)
+    row_weight = None if row_weight is None else row_weight.contiguous()
+    with on(target):
+        kernels.place_labelled[(1,)](
+            target.contiguous(), row_weight, out, target.numel(), ignore_index, HAS_ROW_WEIGHT=row_weight is not None,
+            BLOCK=8192, num_warps=16,
+        )  # fmt: skip
+    return out
 
 
 def scale_(g: Tensor, scale: Tensor) -> None:

@@ -44,21 +44,22 @@ def _clear(g_ptr, stride_g, V, R: tl.constexpr, T: tl.constexpr, E: tl.constexpr
         tl.store(g_ptr + at * stride_g, tl.zeros([T, R, E], g_ptr.dtype.element_ty), mask=v < V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def forward_rows(
     x_ptr, g_ptr, target_ptr, row_weight_ptr, class_weight_ptr, weight_sum_ptr, up_ptr,
     loss_ptr, top_ptr, log_total_ptr, log_prob_ptr, entropy_ptr, argmax_ptr,
-    inner, x_outer, x_inner, stride_x, g_outer, g_inner, stride_g, stride_up, V,
+    first, inner, x_outer, x_inner, stride_x, g_outer, g_inner, stride_g, stride_up, V,
     ignore_index, smoothing, z_loss, cap, slope, s, scale,
     GRAD: tl.constexpr, HAS_UP: tl.constexpr, HAS_ROW_WEIGHT: tl.constexpr, CLASS: tl.constexpr,
     SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, METRICS: tl.constexpr, WIDE: tl.constexpr, OPAQUE: tl.constexpr,
     KEEP: tl.constexpr, R: tl.constexpr, T: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """The row's statistics and loss; with GRAD its gradient in a second walk, from the end: the last tiles lie in L2,
-    the last KEEP of them stay in registers.
+    the last KEEP of them stay in registers. x and g hold the rows from `first` on, all else holds all rows.
     """
     n = tl.program_id(0).to(tl.int64)
-    y, row_weight, live = _label(target_ptr, row_weight_ptr, n, ignore_index, HAS_ROW_WEIGHT)
+    row_of_all = first + n
+    y, row_weight, live = _label(target_ptr, row_weight_ptr, row_of_all, ignore_index, HAS_ROW_WEIGHT)
     if GRAD:
         g_row = g_ptr + (n // inner) * g_outer + (n % inner) * g_inner
     loss = 0.0
@@ -111,7 +112,7 @@ def forward_rows(
         if METRICS:
             entropy = log_total - s * (h + e_y * tl.where(e_y > 0, d_y, 0.0)) / total
         if GRAD:
-            up = (tl.load(up_ptr + n * stride_up).to(tl.float32) if HAS_UP else 1.0) * row_weight * scale
+            up = (tl.load(up_ptr + row_of_all * stride_up).to(tl.float32) if HAS_UP else 1.0) * row_weight * scale
             up = tl.where(y < V, up, float("nan"))
             rest = (rest + pieces.times(2 * z_loss, lse)) * up
             k = (a * up + rest) / total
@@ -139,13 +140,13 @@ def forward_rows(
             tl.store(g_row + y * stride_g, hot.to(g_ptr.dtype.element_ty), mask=y < V)
     elif GRAD:
         _clear(g_row, stride_g, V, R, T, E, WIDE)
-    tl.store(loss_ptr + n, loss)
-    tl.store(top_ptr + n, top)
-    tl.store(log_total_ptr + n, log_total)
+    tl.store(loss_ptr + row_of_all, loss)
+    tl.store(top_ptr + row_of_all, top)
+    tl.store(log_total_ptr + row_of_all, log_total)
     if METRICS:
-        tl.store(log_prob_ptr + n, log_p)
-        tl.store(entropy_ptr + n, entropy)
-        tl.store(argmax_ptr + n, argmax)
+        tl.store(log_prob_ptr + row_of_all, log_p)
+        tl.store(entropy_ptr + row_of_all, entropy)
+        tl.store(argmax_ptr + row_of_all, argmax)
 
 
 @triton.jit
@@ -202,6 +203,29 @@ def count_labelled(target_ptr, over_ptr, reciprocal_ptr, N, ignore_index, BLOCK:
     over = tl.maximum(tl.sum(count, 0), 1).to(tl.float32)
     tl.store(over_ptr, over)
     tl.store(reciprocal_ptr, 1 / over)
+
+
+@triton.jit
+def place_labelled(
+    target_ptr, row_weight_ptr, out_ptr, N, ignore_index, HAS_ROW_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program: how many rows carry loss, the first and the last of them."""
+    o = tl.arange(0, BLOCK)
+    count = tl.zeros([BLOCK], tl.int32)
+    first = tl.zeros([BLOCK], tl.int32) + N
+    last = tl.zeros([BLOCK], tl.int32) - 1
+    for start in range(0, N, BLOCK):
+        n = start + o
+        y = tl.load(target_ptr + n, mask=n < N, other=-1)
+        live = (y != ignore_index) & (y >= 0)
+        if HAS_ROW_WEIGHT:
+            live = live & (tl.load(row_weight_ptr + n, mask=n < N, other=0.0) != 0.0)
+        count += live.to(tl.int32)
+        first = tl.minimum(first, tl.where(live, n, N))
+        last = tl.maximum(last, tl.where(live, n, -1))
+    tl.store(out_ptr, tl.sum(count, 0))
+    tl.store(out_ptr + 1, tl.min(first, 0))
+    tl.store(out_ptr + 2, tl.max(last, 0))
 
 
 @triton.jit

@@ -1,0 +1,79 @@
+"""The launches of a call whose logits are made a slice of rows at a time: what all slices share is worked out once."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..._launch import Again, on
+from ..route import FEW, of_call
+from . import rows as kernels
+from .launch import fixed, numbers_of, opaque, per_row
+
+
+class Slices:
+    """`forward`, or with `gradient` `forward_backward_`, of the logits of some rows after the others'.
+
+    Args:
+        target, row_weight, d_loss: of all rows, [N]; d_loss as `forward_backward_` takes it.
+        options, metrics: as `forward` takes them.
+        out: where the rows' loss, top and log_total go, and with metrics log_prob, entropy and argmax; each [N].
+    """
+
+    def __init__(
+        self, target: Tensor, row_weight: Tensor | None, class_weight: Tensor | None, d_loss: Tensor | None,
+        options: tuple, metrics: bool, gradient: bool, out: list[Tensor],
+    ):  # fmt: skip
+        self.target, self.row_weight = target.contiguous(), None if row_weight is None else row_weight.contiguous()
+        self.up, self.stride_up = per_row(d_loss)
+        self.out, self.options, self.metrics, self.gradient = out, options, metrics, gradient
+        self.classes = None if class_weight is None else class_weight.sum()
+        self.rows = (
+            self.target, self.row_weight, class_weight, self.classes, self.up, *out, *[None] * (6 - len(out)),
+        )  # fmt: skip
+        self.numbers = numbers_of(options)
+        self.most, self.look = 0, (0, 0, False)
+
+    def __call__(self, logits: Tensor, first: int) -> None:
+        """logits [n, V] of the rows from `first` on."""
+        (n, V), (step, stride) = logits.shape, logits.stride()
+        if n == 0 or V == 0:
+            return
+        look = (step if n > 1 else 0, stride if V > 1 else 1, logits.data_ptr() % 16 == 0)
+        if n > self.most or look != self.look:
+            self._look(logits, look)
+        if n >= FEW and self.gradient and self._in_ring(logits, first):
+            return
+        g = logits if self.gradient else None
+        with on(logits):
+            self.launch(n, logits, g, *self.rows, first, *self.strides, V, *self.numbers)
+
+    def _look(self, logits: Tensor, look: tuple[int, int, bool]) -> None:
+        n, V = logits.shape
+        step, stride, aligned = look
+        _, smoothing, _, softcap, _ = self.options
+        self.most, self.look = n, look
+        self.fixed = fixed(
+            V, stride, logits.dtype.itemsize, aligned and stride == 1 and step % 16 == 0, self.row_weight is not None,
+            self.classes is not None, smoothing > 0, softcap > 0, self.metrics,
+        )  # fmt: skip
+        self.strides = (n, 0, step, stride, 0, step, stride, self.stride_up)
+        self.launch = Again(
+            kernels.forward_rows, GRAD=self.gradient, HAS_UP=self.up is not None, METRICS=self.metrics,
+            OPAQUE=opaque(logits), KEEP=self.fixed.keep, **self.fixed.constants,
+        )  # fmt: skip
+
+    def _in_ring(self, logits: Tensor, first: int) -> bool:
+        n, step = logits.shape[0], self.look[0]
+        ring = of_call(logits, n, (n, 0, step), self.fixed.in_use).ring
+        if ring is None:
+            return False
+        from . import hopper
+
+        here = slice(first, first + n)
+        hopper.forward_backward(
+            logits, (n, 0, step), logits, (0, step), self.target[here],
+            None if self.row_weight is None else self.row_weight[here],
+            None if self.up is None else self.up[here], self.stride_up, [t[here] for t in self.out],
+            self.options[0], self.options[2], self.options[4], ring,
+        )  # fmt: skip
+        return True

@@ -1,0 +1,193 @@
+"""Logits that come a slice at a time on CUDA: a launch each, which Triton looks at once, and one count of the rows."""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+import support
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from riftco.kernels._launch import Again
+from riftco.kernels.cross_entropy import spec
+from riftco.kernels.linear_cross_entropy import slices as sliced
+from riftco.kernels.linear_cross_entropy.problem import Problem
+
+DEVICES = support.device_params(("cpu-triton", "cuda"))
+NO_WORK = ("view", "slice", "t", "expand", "detach", "empty", "new_empty", "alias", "promote_types")
+
+
+class Compiled:
+    """Stands for Triton's compiled kernel: takes every argument in order, and refuses what it was not compiled for."""
+
+    def __init__(self, kernel, args, constants, free):
+        self.kernel, self.constants, self.free, self.launches = kernel, constants, free, 0
+        self.look = self.looks(args)
+
+    def looks(self, args) -> list:
+        names = self.kernel.arg_names
+
+        def one(name, v):
+            if isinstance(v, torch.Tensor):
+                return v.dtype, v.data_ptr() % 16 == 0
+            return type(v) if name in self.free or v is None or isinstance(v, float) else (v == 1, v % 16 == 0)
+
+        return [one(n, v) for n, v in zip(names, args)]
+
+    def __getitem__(self, grid):
+        def run(*args):
+            self.launches += 1
+            own, behind = args[: len(self.look)], args[len(self.look) :]
+            names = self.kernel.arg_names[len(own) :]
+            assert len(grid) == 3 and len(args) == len(self.kernel.arg_names)
+            assert self.looks(own) == self.look
+            assert list(behind) == [self.constants[n] for n in names]
+            self.kernel[grid](*own, **self.constants)
+
+        return run
+
+
+class Compiling:
+    """A kernel of the interpreter whose launches return a compiled one, as on a GPU."""
+
+    def __init__(self, kernel, free):
+        self.kernel, self.arg_names, self.free, self.made = kernel, kernel.arg_names, free, []
+
+    def __getitem__(self, grid):
+        def run(*args, **constants):
+            self.kernel[grid](*args, **constants)
+            self.made.append(Compiled(self.kernel, args, constants, self.free))
+            return self.made[-1]
+
+        return run
+
+
+def problem(N, C, V, rows_a_slice, dtype=torch.float32, device="cpu", **fields) -> Problem:
+    """Rows of a vocabulary that is no multiple of anything, but for the last fields."""
+    x = torch.randn(N, C, device=device).to(dtype)
+    weight, target = torch.randn(V, C, device=device).to(dtype), torch.randint(0, V, (N,), device=device)
+    given = dict(
+        x=x, weight=weight, absmax=None, target=target, bias=None, row_weight=None, class_weight=None,
+        label_weight=None, lora_a=None, lora_b=None, V=V, kind="dense", block_size=0, lora_scale=1.0, ignore_index=-100,
+        label_smoothing=0.0, z_loss=0.0, softcap=0.0, logit_scale=1.0, metrics=False, n_labelled=None,
+        slice_bytes=rows_a_slice * (V + 2 * C) * dtype.itemsize,
+    )  # fmt: skip
+    return Problem(**{**given, **fields})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_places(device, dtype, weighted):
+    """Count, first and last, with rows in two strides, and more rows than a block has."""
+    from riftco.kernels.cross_entropy import cuda
+
+    d = device.torch_device
+    for N, labels in ((1, {0: 5}), (7, {2: 1, 5: 0}), (7, {}), (9000, {17: 3, 8999: 1}), (8193, {8192: 0}), (0, {})):
+        target = torch.full((2, N), -1, dtype=dtype, device=d)
+        target[1, : N // 2] = 3  # the label that is ignored
+        for row, label in labels.items():
+            target[1, row] = label
+        weight = torch.ones(N, 2, device=d)[:, 0] if weighted else None
+        if weight is not None and len(labels) == 2:
+            weight[max(labels)] = 0.0
+        with device.use(), support.poisoned():
+            got = cuda.places(target[1], weight, 3)
+        live = (target[1] != 3) & (target[1] >= 0) & (True if weight is None else weight != 0)
+        rows = live.nonzero().flatten().tolist()
+        assert got is not None
+        assert got.tolist() == [len(rows), min(rows, default=N), max(rows, default=-1)]
+        if N:
+            assert got.tolist() == spec.places(live).tolist()
+    assert cuda.places(torch.zeros(cuda.launch.FEW + 1, dtype=dtype), None, 3) is None
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, dict(metrics=True, softcap=3.0), dict(z_loss=0.1, label_smoothing=0.2)], ids=str
+)
+@pytest.mark.parametrize("gradient", [True, False])
+def test_slices_are_looked_at_once(monkeypatch, fields, gradient):
+    """Later slices go to the compiled kernel: with what it was compiled for, to the same bits."""
+    device = next(d for d in support.DEVICES if d.name == "cpu-triton")
+    if not device.available:
+        pytest.skip(device.why_not)
+    from riftco.kernels.cross_entropy.cuda import rows as kernels
+    from riftco.kernels.linear_cross_entropy import cuda
+
+    p = problem(29, 6, 33, 8, **fields)
+    p.target[:3] = -100
+    weight, classes = torch.rand(29), torch.rand(33)
+    needs = [True, False, False, False, False]
+
+    def run(p):
+        with device.use(), torch.no_grad():
+            if gradient:
+                return sliced.backward(cuda.LOSS, torch.ones(()).expand(29), *p, torch.float32, needs)
+            return sliced.forward(cuda.LOSS, *p)
+
+    for case in (p, p._replace(row_weight=weight, class_weight=classes)):
+        want = run(case)
+        with monkeypatch.context() as patched:
+            kernel = Compiling(kernels.forward_rows, {"first"})
+            patched.setattr(kernels, "forward_rows", kernel)
+            got = run(case)
+        assert [c.launches for c in kernel.made] == [3]  # of four slices, 26 rows
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_again_takes_constants_in_order():
+    calls = []
+
+    class Kernel:
+        arg_names = ("a", "b", "FLAG", "R")
+
+        def __getitem__(self, grid):
+            def run(*args, **constants):
+                calls.append((grid, args, constants))
+                return {(7, 1, 1): lambda *args: calls.append(args)}
+
+            return run
+
+    launch = Again(Kernel(), R=4, num_warps=8, FLAG=True)
+    launch(5, "x", "y")
+    launch(7, "z", "w")
+    assert calls == [((5,), ("x", "y"), dict(R=4, num_warps=8, FLAG=True)), ("z", "w", True, 4)]
+
+
+class Ops(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.removeprefix("aten::")
+        if name not in NO_WORK:
+            self.seen[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_slice_is_two_products_and_a_launch(monkeypatch):
+    """Of a frozen head: nothing else is asked of the GPU for a slice, and one addition for the call."""
+    pytest.importorskip("triton")
+    from riftco.kernels.cross_entropy.cuda import rows as kernels
+    from riftco.kernels.linear_cross_entropy import cuda
+
+    class Silent:
+        launches = 0
+
+        def __getitem__(self, grid):
+            self.launches += 1
+            return lambda *args, **constants: None
+
+    for slices in (3, 5):
+        p, kernel = problem(16 * slices, 6, 32, 16, torch.bfloat16), Silent()
+        monkeypatch.setattr(kernels, "forward_rows", kernel)
+        counted = torch.tensor([16 * slices, 0, 16 * slices - 1])
+        loss = dataclasses.replace(cuda.LOSS, places=lambda *_, counted=counted: counted)
+        with Ops() as ops, torch.no_grad():
+            upstream = torch.ones(()).expand(16 * slices)
+            ops.seen.clear()
+            sliced.backward(loss, upstream, *p, torch.float32, [True, False, False, False, False])
+        assert kernel.launches == slices
+        assert ops.seen == {"mm": 2 * slices, "add": 1, "_to_copy": 1}  # lse; the count, for which the host waits
