@@ -5,7 +5,7 @@ from .lora import adapted, apply_lora
 from .merge import Merged, merge_adapter
 from .peft_config import read_spec
 from .peft_files import adapter_state, base_weights_of, load_adapter, load_adapter_state, save_adapter
-from .plan import shared_where_tied
+from .plan import shared_where_tied, unmatched
 from .spec import AdapterError, LoraSpec
 
 __all__ = [
@@ -23,4 +23,5 @@ __all__ = [
     "save_adapter",
     "save_gguf_lora",
     "shared_where_tied",
+    "unmatched",
 ]

@@ -25,6 +25,8 @@ _INDIFFERENT = {
     "megatron_core", "qalora_group_size", "eva_config", "runtime_config",
 }  # fmt: skip
 
+MERGED = "merge the adapter in PEFT (merge_and_unload) and use the merged model"
+
 
 def peft_config(spec: LoraSpec, base: str) -> dict[str, Any]:
     """adapter_config.json as PEFT reads it."""
@@ -80,10 +82,13 @@ def read_spec(folder: str | os.PathLike) -> LoraSpec:
         raise AdapterError(f"{file}: peft_type {config.get('peft_type')!r} is not supported; accepted: LORA")
     for key, value in config.items():
         if key not in _READ and key not in _INDIFFERENT and value not in _NOTHING:
-            raise AdapterError(
-                f"{file}: {key}={value!r} is not supported; accepted: none, or {', '.join(sorted(_READ))}"
-            )
-    _one_of(file, config, "init_lora_weights", _INITIALISED, True)
+            raise AdapterError(f"{file}: {key}={value!r} is not supported; {MERGED}")
+    start = config.get("init_lora_weights", True)
+    if start is not None and start not in _INITIALISED:
+        raise AdapterError(
+            f"{file}: init_lora_weights={start!r} changes the base's weights; let PEFT's save_pretrained make a plain "
+            f"LoRA of it (path_initial_model_for_weight_conversion), or {MERGED}"
+        )
     _one_of(file, config, "bias", BIASES, "none")
     if missing := [k for k in ("r", "lora_alpha", "target_modules") if config.get(k) is None]:
         raise AdapterError(f"{file} lacks {', '.join(missing)}")

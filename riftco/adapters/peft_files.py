@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from .spec import AdapterError, LoraSpec
 WEIGHTS = "adapter_model.safetensors"
 NOTE = "riftco.json"  # beside PEFT's files, which have no place for it
 HELD = ("nf4", "packed")  # what it can say of the base's weights
+# how models with images name their text model's parts
+TEXT = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
 BASE = ".base_layer.weight"  # PEFT saves an adapted embedding's frozen weight, too
 
 
@@ -140,7 +143,24 @@ def _check(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], s
 
 def read_adapter(folder: str | os.PathLike) -> tuple[LoraSpec, dict[str, Tensor]]:
     """A PEFT folder's specification and tensors, by the layers' names without PEFT's prefix; no model is needed."""
-    return read_spec(folder), {k.removeprefix(PREFIX): t for k, t in _weights(folder).items()}
+    spec, state = _of_text_model(read_spec(folder), _weights(folder))
+    return spec, {k.removeprefix(PREFIX): t for k, t in state.items()}
+
+
+def _of_text_model(spec: LoraSpec, state: dict[str, Tensor]) -> tuple[LoraSpec, dict[str, Tensor]]:
+    """An adapter that was trained on a model with images, by the names of its text model alone."""
+    renamed = {}
+    for key, tensor in state.items():
+        name = key.removeprefix(PREFIX)
+        for prefix, own in TEXT.items():
+            if name.startswith(prefix):
+                key = PREFIX + own + name.removeprefix(prefix)
+        renamed[key] = tensor
+    if renamed.keys() == state.keys() or not isinstance(spec.target_modules, str):
+        return spec, renamed
+    # an expression may name what is not here: the layers are those that the file has
+    layers = {k.removeprefix(PREFIX).rpartition(".lora_")[0] for k in renamed if ".lora_A." in k}
+    return replace(spec, target_modules=tuple(sorted(layers))), renamed
 
 
 def _weights(folder: str | os.PathLike) -> dict[str, Tensor]:
@@ -163,8 +183,14 @@ def load_adapter(model: torch.nn.Module, folder: str | os.PathLike) -> LoraSpec:
             model, a model that carries one already.
     """
     spec, state, file = read_spec(folder), _weights(folder), pathlib.Path(folder) / WEIGHTS
+    if not any(name.endswith("language_model") for name, _ in model.named_modules()):
+        spec, state = _of_text_model(spec, state)
     plan = plan_adapter(model, spec)
-    _check(_without_bases(model, state, str(file)), _shapes(model, plan, spec), str(file))
+    try:
+        _check(_without_bases(model, state, str(file)), _shapes(model, plan, spec), str(file))
+    except AdapterError as why:
+        base = json.loads((pathlib.Path(folder) / CONFIG).read_text()).get("base_model_name_or_path")
+        raise AdapterError(f"{why}; {f'it was trained over {base}' if base else 'is this its base model?'}") from None
     apply_lora(model, spec)
     load_adapter_state(model, state, str(file))
     return spec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -80,6 +81,22 @@ def shared_where_tied(model: torch.nn.Module, spec: LoraSpec) -> LoraSpec:
     pair = tied_pair(dict(model.named_modules(remove_duplicate=False)))
     touched = any(name in (*plan.layers, *plan.saved) for name in pair)
     return replace(spec, ensure_weight_tying=True) if touched else spec
+
+
+def unmatched(model: torch.nn.Module, spec: LoraSpec) -> dict[str, list[str]]:
+    """Field of `spec` -> what it names that `model` does not have, or that is not adapted: mostly slips of the pen.
+
+    PEFT passes over them, as do `apply_lora` and `load_adapter`: one list may be made for many families.
+    """
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    layers = plan_adapter(model, spec).layers
+    found: dict[str, list[str]] = {}
+    for field_name, given in (("target_modules", spec.target_modules), ("exclude_modules", spec.exclude_modules)):
+        if not isinstance(given, str):
+            found[field_name] = [g for g in given if not any(n == g or n.endswith(f".{g}") for n in names)]
+    for field_name, pattern in (("rank_pattern", spec.rank_pattern), ("alpha_pattern", spec.alpha_pattern)):
+        found[field_name] = [k for k in pattern if not any(re.fullmatch(rf"(.*\.)?({k})", n) for n in layers)]
+    return {field_name: missing for field_name, missing in found.items() if missing}
 
 
 def tied_pair(modules: Mapping[str, torch.nn.Module]) -> tuple[str | None, str | None]:

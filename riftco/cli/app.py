@@ -26,6 +26,7 @@ from . import (
     train_tiny,
 )
 from .errors import BAD_INPUT
+from .foreign import Command
 
 SHARED = ("finetune", "bench")  # what several processes may run together
 
@@ -72,18 +73,26 @@ def _root(
         raise typer.Exit(BAD_INPUT)
 
 
-app.command("quickstart", short_help="Fine-tune a small model on sample data, in a few minutes.")(quickstart.quickstart)
-app.command("finetune", short_help="Fine-tune a model on your data: QLoRA, LoRA or full.")(finetune.finetune)
-app.command("train-tiny", short_help="Train a tiny model from scratch, to check a machine.")(train_tiny.train_tiny)
-app.command("evaluate")(evaluate.evaluate)
-app.command("chat", short_help="Talk with a model, correct it, and have it learn.")(chat.chat)
-app.command("serve", short_help="Serve a model over HTTP, and have it learn.")(serve.serve)
-app.command("generate")(generate.generate)
-app.command("merge", short_help="Put an adapter into the weights of a model.")(merge.merge)
-app.command("export", short_help="Write a model or an adapter as another program reads it.")(export.export)
-app.command("quantize")(quantize.quantize)
-app.command("memory", short_help="Where a training step's memory goes, and what fits.")(memory.memory)
-app.command("explain", short_help="Which implementation each op runs on a device, and why.")(explain.explain)
-app.command("doctor", short_help="What of this machine works, as text for a bug report.")(doctor.doctor)
+app.command("quickstart", cls=Command, short_help="Fine-tune a small model on sample data, in a few minutes.")(
+    quickstart.quickstart
+)
+app.command("finetune", cls=Command, short_help="Fine-tune a model on your data: QLoRA, LoRA or full.")(
+    finetune.finetune
+)
+app.command("train-tiny", cls=Command, short_help="Train a tiny model from scratch, to check a machine.")(
+    train_tiny.train_tiny
+)
+app.command("evaluate", cls=Command)(evaluate.evaluate)
+app.command("chat", cls=Command, short_help="Talk with a model, correct it, and have it learn.")(chat.chat)
+app.command("serve", cls=Command, short_help="Serve a model over HTTP, and have it learn.")(serve.serve)
+app.command("generate", cls=Command)(generate.generate)
+app.command("merge", cls=Command, short_help="Put an adapter into the weights of a model.")(merge.merge)
+app.command("export", cls=Command, short_help="Write a model or an adapter as another program reads it.")(export.export)
+app.command("quantize", cls=Command)(quantize.quantize)
+app.command("memory", cls=Command, short_help="Where a training step's memory goes, and what fits.")(memory.memory)
+app.command("explain", cls=Command, short_help="Which implementation each op runs on a device, and why.")(
+    explain.explain
+)
+app.command("doctor", cls=Command, short_help="What of this machine works, as text for a bug report.")(doctor.doctor)
 app.add_typer(data.app, name="data")
 app.add_typer(bench.app, name="bench")

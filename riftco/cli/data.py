@@ -8,6 +8,7 @@ import typer
 
 from . import options
 from .errors import command
+from .foreign import Command
 
 app = typer.Typer(help="Look at training data.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -16,7 +17,7 @@ app = typer.Typer(help="Look at training data.", no_args_is_help=True, rich_mark
 def _group() -> None: ...
 
 
-@app.command("inspect", short_help="Show what of each example is trained on.")
+@app.command("inspect", cls=Command, short_help="Show what of each example is trained on.")
 @command
 def inspect(
     file: Annotated[str, typer.Argument(help="A JSONL file.")],

@@ -49,7 +49,7 @@ def read(config: Mapping[str, Any]) -> DecoderConfig:
         config = _text_part(config)
     arch = config.get("model_type")
     if arch not in ARCHITECTURES:
-        raise ModelError(unknown_architecture(arch, ARCHITECTURES))
+        raise ModelError(unknown_architecture(arch, [*ARCHITECTURES, "gemma3"]))
     get = getter("config.json", config)
     heads, hidden, layers = get("num_attention_heads"), get("hidden_size"), get("num_hidden_layers")
     head_dim = get("head_dim", _HEAD_DIM.get(arch)) or divided("hidden_size", hidden, heads)

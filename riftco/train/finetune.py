@@ -22,7 +22,8 @@ import torch
 from safetensors.torch import load_file
 
 from .. import __version__, tpu
-from ..adapters import LoraSpec, apply_lora, load_adapter, shared_where_tied
+from ..adapters import LoraSpec, apply_lora, load_adapter, shared_where_tied, unmatched
+from ..adapters.plan import EMBEDDING, LINEAR
 from ..data import DataError, Dataset, Example, Loader, StreamLoader, TokenLoader, load_examples, load_tokens
 from ..data.tokens import SUFFIXES
 from ..functional import describe_head
@@ -41,6 +42,8 @@ from .run import ADAPTER, CHECKPOINTS, FORMAT, FULL_WEIGHTS, MODEL, RUN, TOKENIZ
 from .schedule import Schedule
 from .sinks import package
 from .step_graph import StepGraph
+
+LAYERS = (*LINEAR, *EMBEDDING)  # what can carry an adapter
 
 
 def prepare(
@@ -332,6 +335,12 @@ def _longest(examples: list[Example], config: FinetuneConfig) -> int:
     return max(config.batch_tokens, max(len(e) for e in examples))
 
 
+def _endings(model: Decoder) -> str:
+    """Which layers a model has, as adapters name them."""
+    found = {n.rpartition(".")[2] for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, LAYERS)}
+    return f"there are: {', '.join(sorted(found))}"
+
+
 def _schedule(config: FinetuneConfig, loader: Loader | StreamLoader | TokenLoader) -> Schedule:
     steps = config.steps
     if steps is None:
@@ -373,6 +382,11 @@ def _model(config: FinetuneConfig, ranks: Ranks, saved: Checkpoint | None) -> tu
         spec = load_adapter(model, saved.folder)
     else:
         spec = shared_where_tied(model, spec)
+        for name, missing in unmatched(model, spec).items():
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: no {'adapted ' * name.endswith('pattern')}layer of this model is named "
+                f"{', '.join(missing)}; {_endings(model)}"
+            )
         apply_lora(model, spec, seed=config.seed)
     try:
         describe_head(model.lm_head)

@@ -11,12 +11,12 @@ import torch
 
 from .. import cpu, explain, functional
 from ..adapters import base_weights_of, load_adapter
-from ..data import DataError, Loader, load_examples
+from ..data import DataError, Dataset, Loader, load_examples
 from ..functional import attention_backward
 from ..models import Decoder, Tokenizer, load_model, load_tokenizer
 from ..models.gguf import GGUFFile
 from ..models.load import open_source
-from .config import ALIASES, ConfigError, pick_device
+from .config import ALIASES, ConfigError, at_least, pick_device
 from .evaluate import evaluate
 from .metrics import Evaluation
 from .run import head_shape
@@ -73,16 +73,25 @@ def messages(prompt: str, system: str | None = None) -> list[dict[str, str]]:
 
 
 def evaluate_file(
-    loaded: Loaded, path: str, *, batch_tokens: int = 2048, skip_bad: bool = False
-) -> tuple[Evaluation, tuple[str, ...]]:
-    """Evaluate on a JSONL file; also the bad lines that were left out."""
-    if batch_tokens < 1:
-        raise ConfigError(f"--batch-tokens must be a whole number of 1 or more; got {batch_tokens}")
-    longest = loaded.model.config.max_position_embeddings
-    data = load_examples(path, loaded.tokenizer, max_length=longest, skip_bad=skip_bad)
+    loaded: Loaded,
+    path: str,
+    *,
+    batch_tokens: int = 2048,
+    max_length: int | None = None,
+    truncate: bool = False,
+    skip_bad: bool = False,
+) -> tuple[Evaluation, Dataset]:
+    """Evaluate on a JSONL file; also what was read of it."""
+    context = loaded.model.config.max_position_embeddings
+    longest = context if max_length is None else max_length
+    at_least("batch_tokens", batch_tokens, 1)
+    at_least("max_length", longest, 1)
+    if longest > context:
+        raise ConfigError(f"--max-length {longest} is longer than this model's context of {context} tokens")
+    data = load_examples(path, loaded.tokenizer, max_length=longest, truncate=truncate, skip_bad=skip_bad)
     tokens = max(batch_tokens, max(len(e) for e in data.examples))
     batches = Loader(data.examples, tokens, 0).sequential()
-    return evaluate(loaded.model, batches, loaded.device), data.skipped
+    return evaluate(loaded.model, batches, loaded.device), data
 
 
 def explained(device: str | None, dtype: str, op: str | None, model: str | None = None) -> list[dict[str, str]]:

@@ -139,6 +139,8 @@ def test_refusals(tmp_path):
         with pytest.raises(AdapterError, match=key):
             load_adapter(base(), tmp_path)
     for key, value, says in (
+        ("lora_bias", True, "lora_bias=True is not supported; merge the adapter in PEFT"),
+        ("init_lora_weights", "pissa", "path_initial_model_for_weight_conversion"),
         ("r", True, "rank must be a whole number"),
         ("r", None, r"adapter_config\.json lacks r"),
         ("lora_alpha", "x", "alpha must be a finite number; got 'x'"),
@@ -165,7 +167,10 @@ def test_refusals(tmp_path):
     with pytest.raises(AdapterError, match="lacks"):
         load_adapter(base(), tmp_path)
     save_file({**state, key: torch.zeros(1, 1)}, weights)
-    with pytest.raises(AdapterError, match=r"has shape \(1, 1\)"):
+    with pytest.raises(AdapterError, match=r"has shape \(1, 1\).*; is this its base model\?"):
+        load_adapter(base(), tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "some/model"}))
+    with pytest.raises(AdapterError, match=r"; it was trained over some/model"):
         load_adapter(base(), tmp_path)
     weights.write_bytes(b"not a safetensors file")
     with pytest.raises(AdapterError, match="cannot be read"):

@@ -1,5 +1,6 @@
 """A Gemma 3 with images: its text model loads, with transformers' logits for text; what reads images is left out."""
 
+import copy
 import json
 
 import pytest
@@ -85,3 +86,32 @@ def test_what_a_published_config_leaves_out():
     assert config.rope == Rope(256, 1e6, "linear", {"factor": 8.0}) and config.local_rope == Rope(256, 1e4)
     assert config.eos_token_ids == (1, 106) and config.sliding_window == 1024 and len(config.sliding_layers) == 29
     assert config.tie_word_embeddings and config.final_softcap == 0
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "down_proj"], r".*language_model.*\.(q_proj|down_proj)"])
+def test_an_adapter_of_the_whole_model_is_one_of_its_text_model(with_images, tmp_path, targets):
+    """As PEFT writes it, with names of the model with images."""
+    peft = pytest.importorskip("peft")
+    from riftco.adapters import AdapterError, load_adapter
+    from riftco.adapters.peft_files import read_adapter
+
+    folder, reference = with_images
+    of_text = {"exclude_modules": r".*vision_tower.*"} if isinstance(targets, list) else {}
+    adapted = peft.get_peft_model(copy.deepcopy(reference), peft.LoraConfig(r=4, target_modules=targets, **of_text))
+    with torch.no_grad():
+        for name, p in adapted.named_parameters():
+            if "lora_" in name:
+                p.normal_(std=0.2)
+    adapted.save_pretrained(tmp_path)
+    model = load(folder)
+    before = model(IDS)
+    load_adapter(model, tmp_path)
+    want = adapted(IDS).logits
+    assert (model.eval()(IDS) - want).abs().max() <= 1e-4 * want.abs().max()
+    assert (model(IDS) - before).abs().max() > 1e-2 * want.abs().max()
+    spec, state = read_adapter(tmp_path)  # for a server
+    assert all(name.startswith("model.layers.") for name in state) and spec.rank == 4
+    images = peft.get_peft_model(copy.deepcopy(reference), peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    images.save_pretrained(tmp_path / "images")
+    with pytest.raises(AdapterError, match=r"nothing consumes: .*vision_tower"):
+        load_adapter(load(folder), tmp_path / "images")
