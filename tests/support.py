@@ -137,6 +137,23 @@ def assert_same_sums(got: torch.Tensor, want: torch.Tensor) -> None:
         assert torch.equal(got, want)
 
 
+def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 1e-4) -> None:
+    """The largest error is a small part of the largest value."""
+    error = (got - want).abs().max() / want.abs().max()
+    assert error <= tolerance, f"{error:.2e}"  # NaN fails
+
+
+def nmse(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Squared error over squared size, in float64."""
+    got, want = got.double().cpu(), want.double().cpu()
+    return ((got - want).square().sum() / want.square().sum().clamp(min=1e-60)).item()
+
+
+def xla(test):
+    """Run a test, which takes a `device`, on XLA's."""
+    return pytest.mark.xla(pytest.mark.parametrize("device", device_params(("xla",)))(test))
+
+
 def run_again(cases, case: Case, dtype: torch.dtype, device: Device) -> None:
     """Run a case that has run on the device before, with other values."""
     inputs = _check.inputs_of(cases, case, dtype, seed=1)

@@ -7,6 +7,7 @@ import pytest
 import support
 import torch
 import torch.nn.functional as F
+from support import nmse
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from riftco.functional import attention
@@ -42,11 +43,6 @@ def run(q, k, v, d_out, **options):
 
 
 NAMES = ("out", "lse", "d_q", "d_k", "d_v")
-
-
-def nmse(got, want):
-    want = want.double()
-    return ((got.double() - want).square().sum() / want.square().sum().clamp(min=1e-60)).item()
 
 
 @pytest.mark.parametrize("causal,T,S,K", [(False, 5, 3, 4), (True, 4, 6, 2), (True, 6, 4, 1)])

@@ -8,11 +8,10 @@ import sys
 
 import pytest
 import torch
+from hopper_backward import BUDGET, DEV, check, dense, launched, nmse, noise, packed
 
 TESTS = pathlib.Path(__file__).parents[1]
 BF, HALF = torch.bfloat16, torch.float16
-BUDGET = 1e-5
-DEV = "cuda"
 
 
 def _hopper(test):
@@ -25,83 +24,15 @@ def seed():
     torch.manual_seed(0)
 
 
-def exact(q, k, v, d_out, d_lse=None, scale=None, left=None, right=None, softcap=0.0):
-    """(out, lse, dq, dk, dv) of one sequence [T, H, D] in float64, by autograd."""
-    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
-    (T, H, D), (S, K) = q.shape, k.shape[:2]
-    s = torch.einsum("thd,shd->hts", q, k.repeat_interleave(H // K, 1)) * (D**-0.5 if scale is None else scale)
-    if softcap:
-        s = softcap * torch.tanh(s / softcap)
-    pos = torch.arange(T, device=q.device)[:, None] + S - T
-    key = torch.arange(S, device=q.device)
-    seen = (key >= pos - left) if left is not None else key >= pos * 0
-    if right is not None:
-        seen = seen & (key <= pos + right)
-    s = s.masked_fill(~seen, -math.inf)
-    lse = s.logsumexp(-1) if S else q.new_full((H, T), -math.inf)
-    live = lse > -math.inf
-    p = torch.where(seen & live[..., None], (s - torch.where(live, lse, 0.0)[..., None]).exp(), 0.0)
-    out = torch.einsum("hts,shd->thd", p, v.repeat_interleave(H // K, 1))
-    loss = (out * d_out.double()).sum()
-    if d_lse is not None:
-        loss = loss + (torch.where(live, lse, 0.0) * d_lse.double()).sum()
-    return out.detach(), lse.detach(), *torch.autograd.grad(loss, (q, k, v))
-
-
-def exact_batch(q, k, v, d_out, k_lens=None, d_lse=None, **options):
-    """exact() of every sequence; keys beyond its length get zeros."""
-    parts = []
-    for b in range(q.shape[0]):
-        n = k.shape[1] if k_lens is None else k_lens[b]
-        got = list(exact(q[b], k[b, :n], v[b, :n], d_out[b], None if d_lse is None else d_lse[b], **options))
-        got[3:] = [torch.cat([x, x.new_zeros(k.shape[1] - n, *x.shape[1:])]) for x in got[3:]]
-        parts.append(got)
-    return [torch.stack(x) for x in zip(*parts)]
-
-
-def exact_packed(q, k, v, d_out, cu_q, cu_k, **options):
-    """exact() of every document; rows of none hold zeros (lse: -inf)."""
-    out, dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float64, device=DEV) for x in (q, q, k, v))
-    lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float64, device=DEV)
-    for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:]):
-        out[a:b], lse[:, a:b], dq[a:b], dk[c:d], dv[c:d] = exact(q[a:b], k[c:d], v[c:d], d_out[a:b], **options)
-    return out, lse, dq, dk, dv
-
-
-def noise(*shape, dtype=BF):
-    return torch.randn(*shape, device=DEV).to(dtype)
-
-
 def inputs(B, T, S, H, K, D, dtype=BF):
     return tuple(noise(B, n, h, D, dtype=dtype) for n, h in ((T, H), (S, K), (S, K), (T, H)))
 
 
-def launch(q, k, v, d_out, want, cu_q=None, cu_k=None, k_lens=None, d_lse=None, start=0, need=(True,) * 3, scale=None,
-           left=None, right=None, softcap=0.0, deterministic=False):  # fmt: skip
+def launch(q, k, v, d_out, want, *cu, **options):
     """The gradients by the kernels, which start from the exact out and lse of `want`, rounded."""
     from riftco.kernels.attention.cuda.hopper.backward_wide import backward
 
-    cu_q, cu_k, k_lens = (
-        torch.tensor(x, device=DEV, dtype=torch.int32) if isinstance(x, list) else x for x in (cu_q, cu_k, k_lens)
-    )
-    d_q, d_k, d_v, _, _, delta, exponent = backward(
-        d_out, d_lse, q, k, v, want[0].to(q.dtype), want[1].float(), cu_q, cu_k, k_lens, None, None, None, scale, left,
-        right, softcap, 0.0, start, deterministic, *need, False, False,
-    )  # fmt: skip
-    return d_q, d_k, d_v, delta, exponent
-
-
-def nmse(got, want):
-    want = want.double()
-    assert got.shape == want.shape
-    return ((got.double() - want).square().sum() / want.square().sum().clamp(min=1e-300)).item()
-
-
-def check(got, want, rows=(slice(None),)):
-    """`rows` picks those of dK and dV that were asked for."""
-    for name, g, w in zip(("dq", "dk", "dv"), got, (want[2], want[3][rows], want[4][rows])):
-        assert torch.isfinite(g).all(), name
-        assert nmse(g, w) <= BUDGET, (name, nmse(g, w))
+    return launched(backward, q, k, v, d_out, want[0].to(q.dtype), want[1].float(), *cu, **options)
 
 
 SHAPES = [  # B, T, S, H, K, D
@@ -124,14 +55,14 @@ WINDOWS = [(None, 0), (None, None), (40, 0), (70, 30), (3, 0)]
 def test_dense(shape, left, right):
     q, k, v, d_out = inputs(*shape)
     d_lse = torch.randn(shape[0], shape[3], shape[1], device=DEV)
-    want = exact_batch(q, k, v, d_out, d_lse=d_lse, left=left, right=right)
+    want = dense(q, k, v, d_out, d_lse=d_lse, left=left, right=right)
     check(launch(q, k, v, d_out, want, d_lse=d_lse, left=left, right=right), want)
 
 
 @_hopper
 def test_rows_that_see_nothing_get_zeros():
     q, k, v, d_out = inputs(1, 200, 100, 2, 2, 256)
-    want = exact_batch(q, k, v, d_out, right=0)
+    want = dense(q, k, v, d_out, right=0)
     d_q, _, _, delta, exponent = launch(q, k, v, d_out, want, right=0)
     assert torch.isinf(want[1][:, :, :100]).all() and (d_q[:, :100] == 0).all() and exponent.numel() == 0
     of_rows = (want[0].to(BF).float() * d_out.float()).sum(-1).transpose(1, 2)
@@ -146,7 +77,7 @@ def test_packed_documents_with_nan_around(cu, left, right, dtype):
     cu_q, cu_k = cu
     T, S = cu_q[-1] + 37, cu_k[-1] + 150
     q, k, v, d_out = (noise(n, h, 256, dtype=dtype) for n, h in ((T, 6), (S, 2), (S, 2), (T, 6)))
-    want = exact_packed(q, k, v, d_out, cu_q, cu_k, left=left, right=right)
+    want = packed(q, k, v, d_out, cu_q, cu_k, left=left, right=right)
     for x, end in ((q, cu_q), (d_out, cu_q), (want[0], cu_q), (k, cu_k), (v, cu_k)):
         x[end[-1] :] = math.nan
     got = launch(q, k, v, d_out, want, cu_q, cu_k, left=left, right=right)
@@ -158,7 +89,7 @@ def test_packed_documents_with_nan_around(cu, left, right, dtype):
 def test_nan_stays_in_its_document():
     cu = [0, 70, 200, 300]
     q, k, v, d_out = (noise(300, 2, 256) for _ in range(4))
-    want = exact_packed(q, k, v, d_out, cu, cu, right=0)
+    want = packed(q, k, v, d_out, cu, cu, right=0)
     for x in (q, k, v, d_out):
         x[70:200] = math.nan
     for g, w in zip(launch(q, k, v, d_out, want, cu, right=0), want[2:]):
@@ -184,7 +115,7 @@ def test_any_strides():
     k = k.transpose(1, 2).contiguous().transpose(1, 2)
     wide = noise(B, T, H, 2 * D)
     for d_out in (wide[..., :D], noise(1, 1, H, D).expand(B, T, H, D), noise(1).expand(B, T, H, D)):
-        want = exact_batch(q, k, v, d_out, right=0)
+        want = dense(q, k, v, d_out, right=0)
         out = torch.empty(B, H, T, D, dtype=BF, device=DEV).transpose(1, 2).copy_(want[0])
         check(launch(q, k, v, d_out, (out, want[1]), right=0), want)
 
@@ -198,7 +129,7 @@ def test_keys_beyond_k_lens_do_not_exist(lies):
     elif lies == "sequence first":
         k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (k, v))
     k_lens = [400, 170, 5]
-    want = exact_batch(q, k, v, d_out, k_lens, right=0)
+    want = dense(q, k, v, d_out, k_lens, right=0)
     for b, n in enumerate(k_lens):
         k[b, n:] = math.nan
         v[b, n:] = math.nan
@@ -212,7 +143,7 @@ def test_keys_beyond_k_lens_do_not_exist(lies):
 def test_softcap(dtype):
     q, k, v, d_out = inputs(1, 300, 300, 3, 1, 256, dtype=dtype)
     options = dict(right=0, softcap=2.0, scale=0.2)
-    want = exact_batch(q, k, v, d_out, **options)
+    want = dense(q, k, v, d_out, **options)
     check(launch(q, k, v, d_out, want, **options), want)
 
 
@@ -220,7 +151,7 @@ def test_softcap(dtype):
 @pytest.mark.parametrize("start", [0, 64, 100, 399, 400])
 def test_gradients_from_a_key_on_are_the_slice_of_all(start):
     q, k, v, d_out = inputs(2, 300, 400, 4, 2, 256)
-    want = exact_batch(q, k, v, d_out, right=0)
+    want = dense(q, k, v, d_out, right=0)
     full = launch(q, k, v, d_out, want, right=0)
     got = launch(q, k, v, d_out, want, right=0, start=start)
     check(got, want, (slice(None), slice(start, None)))
@@ -234,14 +165,14 @@ def test_gradients_from_a_key_on_are_the_slice_of_all(start):
 def test_packed_gradients_from_a_key_on(start):
     cu = [0, 60, 250, 500]
     q, k, v, d_out = (noise(510, 4, 256) for _ in range(4))
-    want = exact_packed(q, k, v, d_out, cu, cu, right=0)
+    want = packed(q, k, v, d_out, cu, cu, right=0)
     check(launch(q, k, v, d_out, want, cu, right=0, start=start), want, (slice(start, None),))
 
 
 @_hopper
 def test_only_what_is_needed():
     q, k, v, d_out = inputs(1, 300, 300, 2, 2, 256)
-    want = exact_batch(q, k, v, d_out, right=0)
+    want = dense(q, k, v, d_out, right=0)
     for need in ((1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1), (1, 0, 1), (0, 0, 0)):
         got = launch(q, k, v, d_out, want, right=0, need=tuple(map(bool, need)))
         for g, w, n in zip(got, want[2:], need):
@@ -255,7 +186,7 @@ def test_tiny_gradients_in_float16(factors):
     q, k, v, d_out = inputs(1, 256, 256, 2, 1, 256)
     q, k, v = (x.half() * s for x, s in ((q, 0.5), (k, 4.0), (v, 4.0)))
     d_out = (d_out * torch.tensor(factors, device=DEV)[:, None]).half()
-    want = exact_batch(q, k, v, d_out, right=0)
+    want = dense(q, k, v, d_out, right=0)
     got = launch(q, k, v, d_out, want, right=0)
     assert got[4].shape == (1, 2)
     for h in range(2):
@@ -267,17 +198,17 @@ def test_tiny_gradients_in_float16(factors):
 
 
 @_hopper
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed_rows", [False, True])
 @pytest.mark.parametrize("right", [0, None])
-def test_equal_between_runs(right, packed):
+def test_equal_between_runs(right, packed_rows):
     q, k, v, d_out = inputs(2, 1500, 1500, 6, 2, 256)
     cu = None
-    if packed:
+    if packed_rows:
         q, k, v, d_out = (x.flatten(0, 1) for x in (q, k, v, d_out))
         cu = [0, 1000, 1001, 3000]
-        want = exact_packed(q, k, v, d_out, cu, cu, right=right)
+        want = packed(q, k, v, d_out, cu, cu, right=right)
     else:
-        want = exact_batch(q, k, v, d_out, right=right)
+        want = dense(q, k, v, d_out, right=right)
     first = launch(q, k, v, d_out, want, cu, right=right, deterministic=True)
     check(first, want)
     for run in range(6):
@@ -288,7 +219,7 @@ def test_equal_between_runs(right, packed):
 @_hopper
 def test_a_negated_dv_would_be_caught():
     q, k, v, d_out = inputs(1, 128, 128, 2, 2, 256)
-    want = exact_batch(q, k, v, d_out, right=0)
+    want = dense(q, k, v, d_out, right=0)
     got = launch(q, k, v, d_out, want, right=0)
     with pytest.raises(AssertionError):
         check((got[0], got[1], -got[2]), want)

@@ -8,6 +8,7 @@ import sys
 import pytest
 import support
 import torch
+from support import nmse
 
 from riftco.functional import Cache, CacheLayer, attention_with_cache
 from riftco.kernels.cached_attention import arguments, cases, route, spec
@@ -72,11 +73,6 @@ def alone(q, k, v, cache, slot, position, d_out, left=None, softcap=0.0):
     out = torch.einsum("hts,shd->thd", s.softmax(-1), values)
     grads = torch.autograd.grad(out, (q, k, v), d_out.double().cpu())
     return out.detach(), s.logsumexp(-1).detach(), *grads
-
-
-def nmse(got, want):
-    got, want = got.double().cpu(), want.double().cpu()
-    return ((got - want).square().sum() / want.square().sum().clamp(min=1e-60)).item()
 
 
 @pytest.mark.parametrize(

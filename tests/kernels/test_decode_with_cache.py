@@ -6,7 +6,8 @@ import inspect
 import pytest
 import support
 import torch
-from test_cached_attention import filled, ints, nmse, parts
+from support import nmse
+from test_cached_attention import filled, ints, parts
 
 from riftco.functional import Cache, attention_with_cache, decode_with_cache, rope
 from riftco.kernels.cached_attention import decode, route

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import FAMILIES, covers
+from support import close
 from tiny_models import hf_model
 
 from riftco.kernels import _contract
@@ -19,11 +20,6 @@ def from_transformers(model, **options) -> Decoder:
     decoder = Decoder(DecoderConfig.from_hf(model.config.to_dict()), **options)
     decoder.load_state_dict(model.state_dict(), strict=True)
     return decoder
-
-
-def close(got, want, tolerance=1e-4):
-    error = (got - want).abs().max() / want.abs().max()
-    assert error <= tolerance, f"{error:.2e}"  # NaN fails
 
 
 @covers("forward")

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from families import covers
 from gguf_blocks import copied_with
+from support import close
 from tiny_models import gguf_model, rounded, write_gguf
 
 from riftco.adapters import LoraSpec, apply_lora
@@ -18,11 +19,6 @@ from riftco.nn import GGUFEmbedding, GGUFLinear, NF4Linear
 gguf = pytest.importorskip("gguf")
 
 IDS = torch.arange(80).view(2, 40) * 2 % 160
-
-
-def close(got, want, tolerance=1e-4):
-    error = (got - want).abs().max() / want.abs().max()
-    assert error <= tolerance, f"{error:.2e}"  # NaN fails
 
 
 def load(path, **options):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from families import FAMILIES
+from support import close
 from tiny_models import hf_model
 
 from riftco.models import Decoder, DecoderConfig, KVCache, ModelError
@@ -18,11 +19,6 @@ def decoder_of(family, **changes):
     decoder = Decoder(DecoderConfig.from_hf(reference.config.to_dict())).eval()
     decoder.load_state_dict(reference.state_dict())
     return decoder
-
-
-def close(got, want, tolerance=1e-5):
-    error = (got - want).abs().max() / want.abs().max()
-    assert error <= tolerance, f"{error:.2e}"  # NaN fails
 
 
 def poisoned(cache):
@@ -41,7 +37,7 @@ def test_a_cache_gives_the_logits_of_the_whole(family, layout):
     ids = torch.randint(0, 160, (2, 60))
     cache = poisoned(KVCache(decoder.config, 2, 60, layout=layout, page_size=7))
     got = [decoder(part, kv_cache=cache) for part in ids.split([11, 1, 1, 30, 12, 5], 1)]
-    close(torch.cat(got, 1), decoder(ids))
+    close(torch.cat(got, 1), decoder(ids), 1e-5)
     assert cache.length == 60
 
 
@@ -74,7 +70,7 @@ def test_runs_of_different_lengths_in_one_step(layout):
             got[slot].append(piece)
             taken[slot] += len(piece)
     for text, pieces in zip(texts, got.values()):
-        close(torch.cat(pieces), decoder(text[None])[0])
+        close(torch.cat(pieces), decoder(text[None])[0], 1e-5)
     assert cache.lengths == [17, 0, 30, 9]
 
 
@@ -192,11 +188,11 @@ def test_layers_with_a_window_keep_only_what_it_needs():
         small.cut(0, 40)
     assert small.lengths[0] == 50
     whole.cut(0, 40)
-    close(decoder(ids[:, 40:], kv_cache=whole), decoder(ids)[:, 40:])
+    close(decoder(ids[:, 40:], kv_cache=whole), decoder(ids)[:, 40:], 1e-5)
     roomy = KVCache(decoder.config, 1, 128, undo=10)
     decoder(ids[:, :50], kv_cache=roomy)
     roomy.cut(0, 40)
-    close(decoder(ids[:, 40:], kv_cache=roomy), decoder(ids)[:, 40:])
+    close(decoder(ids[:, 40:], kv_cache=roomy), decoder(ids)[:, 40:], 1e-5)
 
 
 @torch.no_grad()
@@ -235,7 +231,7 @@ def test_pages_are_given_out_and_come_back():
     cache.clear(0)
     assert len(cache.groups[0].free) == 4
     got = decoder(ids[9:40], kv_cache=cache.begin([(3, 31)]))  # pages that another slot had before
-    close(got, decoder(ids[None, :40])[0, 9:])
+    close(got, decoder(ids[None, :40])[0, 9:], 1e-5)
     cache.cut(3, 16)
     assert len(cache.groups[0].free) == 4
 

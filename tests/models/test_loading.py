@@ -10,6 +10,7 @@ import pytest
 import torch
 from families import FAMILIES, SIZES
 from safetensors.torch import load_file, save_file
+from support import close
 from tiny_models import byte_level_vocabulary, hf_model, write_gguf
 
 from riftco.functional import dequantize_nf4
@@ -22,11 +23,6 @@ from riftco.nn import NF4Linear
 IDS = torch.arange(40).view(2, 20) * 3
 VOCABULARY = byte_level_vocabulary([], ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
 TOKENIZER = {**VOCABULARY, "tokenizer__ggml__pre": "smollm", "tokenizer__ggml__eos_token_id": 2}
-
-
-def close(got, want, tolerance=1e-4):
-    error = (got - want).abs().max() / want.abs().max()
-    assert error <= tolerance, f"{error:.2e}"  # NaN fails
 
 
 def load(path, **options):

@@ -14,14 +14,7 @@ from riftco.kernels.attention import cases
 from riftco.tpu import _tiles
 from riftco.tpu import attention as launcher
 
-on_xla = [pytest.mark.xla, pytest.mark.parametrize("device", support.device_params(("xla",)))]
 CASES = (*cases.OPTION_CASES, *(c for c in cases.PLAIN_CASES if "cu_q" in c.options))
-
-
-def xla(test):
-    for mark in on_xla:
-        test = mark(test)
-    return test
 
 
 def forward(*args):
@@ -42,7 +35,7 @@ def test_the_launcher_is_the_spec(case):
         check(case=case, dtype=torch.float32)
 
 
-@xla
+@support.xla
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_several_tiles_in_the_devices_loop(case, device, monkeypatch):
     monkeypatch.setattr(launcher, "ROWS", 48)
@@ -66,7 +59,7 @@ def graph_of(T: int, **options):
     return hlo, time.process_time() - started
 
 
-@xla
+@support.xla
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "dropout_p": 0.5, "window": (1000, None)}])
 def test_no_matrix_of_all_scores(device, options):
     T = 2 * launcher.KEYS + 64
@@ -78,7 +71,7 @@ def test_no_matrix_of_all_scores(device, options):
     assert not re.search(rf"({T}|{padded}),({T}|{padded})[\],]", hlo)
 
 
-@xla
+@support.xla
 def test_the_graph_is_the_same_at_any_length(device):
     """8192 rows are 136 pairs of tiles in the loops of 1024 rows' 3: as many instructions, no more time to compile."""
     short, _ = graph_of(1024)

@@ -16,14 +16,6 @@ from riftco.kernels.cached_attention.cache import Cache
 from riftco.kernels.cached_attention.write import write
 from riftco.tpu import cached_attention as launcher
 
-on_xla = [pytest.mark.xla, pytest.mark.parametrize("device", support.device_params(("xla",)))]
-
-
-def xla(test):
-    for mark in on_xla:
-        test = mark(test)
-    return test
-
 
 def forward(*args):
     """On the CPU the host's longest run is a guess, which XLA would pad to."""
@@ -82,7 +74,7 @@ def test_writes_are_the_specs(dtype, rows):
         assert got is want is None or torch.equal(got, want)
 
 
-@xla
+@support.xla
 def test_decoding_is_one_graph_for_every_token(device):
     """Write, attend, next position: no recompilation, no scores of all keys, no dequantised cache."""
     import torch_xla
@@ -116,7 +108,7 @@ def test_decoding_is_one_graph_for_every_token(device):
         assert torch.equal(a, b.cpu())
 
 
-@xla
+@support.xla
 @pytest.mark.parametrize("cached", ["float32", "q8_0"])
 def test_a_decoding_step_is_the_cpus(device, cached):
     """Turned, attended and stored, the cache's own tensors written into."""

@@ -19,14 +19,6 @@ from riftco.kernels._contract import implementation
 from riftco.kernels.cross_entropy import cases, spec
 from riftco.tpu import cross_entropy as launcher
 
-on_xla = [pytest.mark.xla, pytest.mark.parametrize("device", support.device_params(("xla",)))]
-
-
-def xla(test):
-    for mark in on_xla:
-        test = mark(test)
-    return test
-
 
 def awkward_rows(V: int, dtype: torch.dtype):
     """Each row is an edge: labelled, ignored, negative, past the vocabulary by little and by 2^32, infinities, NaN."""
@@ -62,7 +54,7 @@ def test_the_launcher_is_the_spec(dtype, weighted):
                 torch.testing.assert_close(*grads, equal_nan=True)
 
 
-@xla
+@support.xla
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("labels", [torch.int32, torch.int64])
 def test_edges_on_the_device(device, dtype, labels):
@@ -81,7 +73,7 @@ def test_edges_on_the_device(device, dtype, labels):
     torch.testing.assert_close(d_got.cpu(), d_want, equal_nan=True)
 
 
-@xla
+@support.xla
 def test_a_training_step_is_one_graph_whatever_the_labels(device):
     """New labels, other ignored rows and another ignore_index reuse the compiled graph; it follows PyTorch's loss."""
     weight = torch.randn(50, 16)
@@ -104,7 +96,7 @@ def test_a_training_step_is_one_graph_whatever_the_labels(device):
     assert seen == [1, 0, 0]
 
 
-@xla
+@support.xla
 def test_strides_and_zero_sizes(device):
     wide = (3 * torch.randn(4, 9, 40)).to("xla")
     for x in (wide[:, :-1], wide[..., 3:20], wide.transpose(0, 1), wide[:1].expand(3, 9, 40), wide.movedim(0, -1)):
@@ -122,7 +114,7 @@ def test_strides_and_zero_sizes(device):
         assert loss.item() == 0 and empty.grad.shape == shape
 
 
-@xla
+@support.xla
 def test_modes_and_errors(device):
     x, y = torch.randn(4, 20).to("xla"), torch.randint(0, 20, (4,)).to("xla")
     with torch.inference_mode():
@@ -159,7 +151,7 @@ torch_xla.sync(wait=True)
 """
 
 
-@xla
+@support.xla
 @pytest.mark.parametrize("op,copies", [("forward", 1), ("backward", 0)])
 def test_buffers_of_the_compiled_graph(device, op, copies, tmp_path, monkeypatch):
     """What XLA allocates for [256, 4096] bfloat16 logits, from its own report.
@@ -189,6 +181,6 @@ def test_buffers_of_the_compiled_graph(device, op, copies, tmp_path, monkeypatch
         ("d.exp().sum(-1).log()", "d.exp().sum(-1)", "one row of two classes"),
     ],
 )
-@xla
+@support.xla
 def test_planted_bugs(device, old, new, case):
     support.assert_caught(cases, "riftco.tpu.cross_entropy", old, new, case, device="xla")

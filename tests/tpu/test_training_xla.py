@@ -17,14 +17,6 @@ from riftco.train import Ranks, Schedule, Trainer, evaluate, finetune, tiny
 from riftco.train.config import ConfigError, FinetuneConfig
 from riftco.train.run import Reporter
 
-on_xla = [pytest.mark.xla, pytest.mark.parametrize("device", support.device_params(("xla",)))]
-
-
-def xla(test):
-    for mark in on_xla:
-        test = mark(test)
-    return test
-
 
 class Counting(Reporter):
     """Compiled graphs so far at each step and evaluation."""
@@ -46,7 +38,7 @@ class Counting(Reporter):
         self._count()
 
 
-@xla
+@support.xla
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
 def test_train_tiny_follows_the_cpu(device, method):
     """From the same weights: each loss, norm and evaluation; one graph a step, none new after the second."""
@@ -101,7 +93,7 @@ def trained(place, steps: int, count: Callable[[], int]):
     return [m.loss for m in metrics], seen, trainer
 
 
-@xla
+@support.xla
 def test_uneven_examples_are_one_graph(device):
     """Micro-batches of other lengths, numbers of documents, of labels and weights, two of them a step."""
     import torch_xla.debug.metrics as metrics
