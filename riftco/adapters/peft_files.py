@@ -141,9 +141,11 @@ def _check(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], s
             raise AdapterError(f"{source}: {key} has shape {tuple(state[key].shape)}, the model needs {shape}")
 
 
-def read_adapter(folder: str | os.PathLike) -> tuple[LoraSpec, dict[str, Tensor]]:
-    """A PEFT folder's specification and tensors, by the layers' names without PEFT's prefix; no model is needed."""
+def read_adapter(folder: str | os.PathLike, model: torch.nn.Module) -> tuple[LoraSpec, dict[str, Tensor]]:
+    """A PEFT folder's specification and tensors, by the layers' names without PEFT's prefix. `model`, its base, stays
+    as it is: where the folder has weights of it, they must be its own."""
     spec, state = _of_text_model(read_spec(folder), _weights(folder))
+    state = _without_bases(model, state, str(pathlib.Path(folder) / WEIGHTS))
     return spec, {k.removeprefix(PREFIX): t for k, t in state.items()}
 
 

@@ -15,6 +15,8 @@ ACCEPTED = (
     "'messages' (OpenAI), 'conversations' (ShareGPT), 'instruction' and 'output' (Alpaca), 'prompt' and 'completion', "
     "or 'text'"
 )
+ARRAY = "; a JSON array becomes JSONL with: jq -c '.[]' FILE.json > FILE.jsonl"
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # columns beside a conversation
 ROLES = ("system", "developer", "user", "assistant", "tool")
 LARGEST = torch.finfo(torch.float32).max  # of a weight: losses are float32
 SHAREGPT_ROLES = {
@@ -63,7 +65,10 @@ def parse_line(line: str) -> Record:
         if "\\ud" in line or "\\uD" in line:  # half of a pair is valid JSON, but no text that a tokenizer takes
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as bad:
-        raise DataError(f"not valid JSON ({bad})") from None
+        array = line.lstrip().startswith("[")
+        raise DataError(f"not valid JSON{' in one line' * array} ({bad}){ARRAY * array}") from None
+    if isinstance(value, list):
+        raise DataError(f"expected a JSON object a line; got list{ARRAY}")
     return parse_record(value)
 
 
@@ -71,6 +76,9 @@ def parse_record(value: Any) -> Record:
     """A decoded JSON object to a Record; its format is told by its keys."""
     if not isinstance(value, dict):
         raise DataError(f"expected a JSON object with {ACCEPTED}; got {type(value).__name__}")
+    for key in MEDIA:
+        if value.get(key):
+            raise DataError(f"'{key}' are not supported: models read text alone here")
     if "messages" in value:
         turns = [_openai(turn, i) for i, turn in enumerate(_list(value, "messages"))]
         return _conversation(turns, value)
@@ -232,6 +240,10 @@ def _alpaca(value: Mapping[str, Any]) -> tuple[Message, ...]:
             raise DataError(f"'{key}' must be a string")
     more, system = _text_of(value, "input"), _text_of(value, "system")
     turns = [{"role": "system", "content": system}] if system else []
+    for pair in value.get("history") or []:
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise DataError("'history' must be a list of pairs, each a question and its answer")
+        turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     turns.append({"role": "user", "content": f"{value['instruction']}\n\n{more}" if more else value["instruction"]})
     turns.append({"role": "assistant", "content": value["output"]})
     return tuple(Message(t) for t in turns)

@@ -26,7 +26,7 @@ def adopt(engine: Engine, id: str, folder: str) -> None:
         Refused: the adapter that is there began as another.
         AdapterError: the folder is no adapter, or one that a server does not take.
     """
-    spec, state = read_adapter(folder)
+    spec, state = read_adapter(folder, engine.model)
     if id not in engine.bank.adapters:
         engine.create(id, spec, state=state)
         return

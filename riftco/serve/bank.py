@@ -302,7 +302,8 @@ def _fresh(model: Decoder, spec: LoraSpec, seed: int) -> dict[str, Tensor]:
     if more or spec.use_dora or spec.bias != "none" or any(isinstance(m, nn.Embedding) for m in plan.layers.values()):
         raise AdapterError(
             "a server takes adapters that are LoRA on linear layers alone; DoRA, embeddings, biases, whole modules and "
-            "single tokens cannot be switched between requests: merge such an adapter into the model first"
+            "single tokens cannot be switched between requests: merge such an adapter into the model first "
+            "(riftco merge)"
         )
     state = {}
     with seeded(model, seed):

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from riftco.adapters.peft_files import read_adapter
 from riftco.cli import serve
 from riftco.cli.app import app
+from riftco.models import load_model
 
 
 def test_commands_are_read_whole(model):
@@ -31,8 +32,9 @@ def test_a_fine_tuned_adapter_is_talked_with_and_learns_on(model, chat, tmp_path
     talk = ["chat", "--model", model, "--max-new-tokens", "2", "--cache", "float32", "--train-dir", str(mine)]
     said = CliRunner().invoke(app, [*talk, "--adapter", str(folder), "--steps", "1"], input="say a\n/learn bbbb\n")
     assert said.exit_code == 0 and said.stdout.count("loss ") == 1, said.output
-    _, wanted = read_adapter(folder)
-    _, first = read_adapter(mine / "adapters" / "live" / "versions" / "1")
+    base, _ = load_model(model, with_tokenizer=False)
+    _, wanted = read_adapter(folder, base)
+    _, first = read_adapter(mine / "adapters" / "live" / "versions" / "1", base)
     assert any(t.any() for n, t in wanted.items() if "lora_B" in n)
     assert wanted.keys() == first.keys() and all(torch.equal(wanted[n], t) for n, t in first.items())
     said = CliRunner().invoke(app, [*talk, "--adapter", str(run)], input="")

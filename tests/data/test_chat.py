@@ -63,6 +63,8 @@ def test_sharegpt_and_alpaca_mean_the_same_as_messages():
     alpaca = {"instruction": "Add.", "input": "1 2", "output": "3"}
     plain = [{"role": "user", "content": "Add.\n\n1 2"}, {"role": "assistant", "content": "3"}]
     assert render(parse_record(alpaca), tokenizer) == render(parse_record({"messages": plain}), tokenizer)
+    known = {**alpaca, "history": [["What is two?", "A number."]]}
+    assert render(parse_record(known), tokenizer) == render(parse_record({"messages": [*TURNS[:2], *plain]}), tokenizer)
 
 
 def test_openai_content_parts():
@@ -227,7 +229,11 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
 BAD = {
     "{": "not valid JSON",
     '{"text": "\\ud83d"}': "surrogates not allowed",
-    "[1]": "expected a JSON object",
+    "[1]": "expected a JSON object a line; got list; a JSON array becomes JSONL with: jq",
+    "[": "not valid JSON in one line .*; a JSON array becomes JSONL with: jq",
+    "3": "expected a JSON object with",
+    '{"text": "x", "images": ["a.png"]}': "'images' are not supported",
+    '{"instruction": "x", "output": "y", "history": [["a"]]}': "'history' must be a list of pairs",
     '{"prompt": 1}': "no known keys \\(prompt\\)",
     '{"messages": []}': "at least one message",
     '{"messages": [{"role": "robot", "content": "x"}]}': "role 'robot' is not known",

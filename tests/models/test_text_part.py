@@ -109,7 +109,7 @@ def test_an_adapter_of_the_whole_model_is_one_of_its_text_model(with_images, tmp
     want = adapted(IDS).logits
     assert (model.eval()(IDS) - want).abs().max() <= 1e-4 * want.abs().max()
     assert (model(IDS) - before).abs().max() > 1e-2 * want.abs().max()
-    spec, state = read_adapter(tmp_path)  # for a server
+    spec, state = read_adapter(tmp_path, model)  # for a server
     assert all(name.startswith("model.layers.") for name in state) and spec.rank == 4
     images = peft.get_peft_model(copy.deepcopy(reference), peft.LoraConfig(r=4, target_modules=["q_proj"]))
     images.save_pretrained(tmp_path / "images")

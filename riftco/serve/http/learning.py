@@ -137,7 +137,7 @@ def routes(service: Service, admin, folder: pathlib.Path | None) -> APIRouter:
             raise ApiError(400, str(why), param="path") from None
 
         def load_it() -> None:
-            spec, state = read_adapter(where)
+            spec, state = read_adapter(where, service.engine.model)
             service.engine.create(body.id, spec, state=state)
 
         links = any(part.is_symlink() for part in (where, where / WEIGHTS, where / CONFIG))
