@@ -216,6 +216,9 @@ def reply_spans(record: Record, template: Template) -> tuple[str, list[tuple[int
         for call in turns[i].get("tool_calls") or ():
             if call["function"]["name"] not in reply:
                 raise DataError(f"message {i}: the chat template has no place for tool_calls")
+        # of the last reply: many templates show no thoughts of earlier ones
+        if i + 1 == len(turns) and str(turns[i].get("reasoning_content") or "").strip() not in reply:
+            raise DataError(f"message {i}: the chat template has no place for reasoning_content")
         spans.append((start, start + len(reply), message.weight))
     return text, spans
 

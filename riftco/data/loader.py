@@ -29,12 +29,12 @@ class Loader:
         check_tokens(tokens)
         if not examples:
             raise DataError("cannot draw from an empty dataset")
-        for example in examples:
-            if len(example) - 1 > tokens:
-                raise DataError(
-                    f"line {example.line}: an example of {len(example)} tokens does not fit --batch-tokens {tokens}; "
-                    f"raise it to {len(example) - 1} or more"
-                )
+        if long := [e for e in examples if len(e) - 1 > tokens]:
+            longest, others = max(long, key=len), f", as {len(long) - 1} others do not" if len(long) > 1 else ""
+            raise DataError(
+                f"line {longest.line}: an example of {len(longest)} tokens does not fit --batch-tokens {tokens}"
+                f"{others}; raise it to {len(longest) - 1} or more, or cut with --truncate --max-length {tokens + 1}"
+            )
         self.examples, self.tokens, self.seed, self.epochs = examples, tokens, seed, epochs
         self.epoch, self.position = 0, 0
         self._lengths = [len(e) - 1 for e in examples]

@@ -92,6 +92,12 @@ def test_a_state_of_another_dataset_is_refused():
 def test_an_example_beyond_the_budget_is_refused_by_line():
     with pytest.raises(DataError, match="line 7: an example of 10 tokens does not fit --batch-tokens 8; raise it to 9"):
         Loader([example(*range(10), line=7)], 8, seed=0)
+    examples = [example(*range(n), line=line) for line, n in ((1, 10), (2, 12), (3, 9))]
+    says = (
+        "line 2: an example of 12 tokens does not fit --batch-tokens 8, as 1 others do not; raise it to 11 or more, or"
+    )
+    with pytest.raises(DataError, match=says):  # the longest: nothing is beyond what it asks for
+        Loader(examples, 8, seed=0)
 
 
 def test_sequential_is_every_example_in_order():

@@ -174,6 +174,16 @@ def test_calls_and_tools_that_the_template_leaves_out_are_refused():
         render(parse_record({"messages": TURNS, "tools": TOOLS}), FakeTokenizer())
 
 
+def test_a_thought_beside_the_content_has_a_place_or_is_refused():
+    shows = CHATML.replace("{{ m['content'] }}", "{{ m['reasoning_content'] if loop.last }}{{ m['content'] }}")
+    turns = [TURNS[0], *({**TURNS[i], "reasoning_content": "hm "} if i != 2 else TURNS[2] for i in (1, 2, 3))]
+    tokenizer = FakeTokenizer(shows)
+    example = render(parse_record({"messages": turns}), tokenizer)
+    assert trained(example, tokenizer) == ["A number.<|im_end|>", "hm Also  one<|im_end|>"]
+    with pytest.raises(DataError, match="message 3: the chat template has no place for reasoning_content"):
+        render(parse_record({"messages": turns}), FakeTokenizer())
+
+
 def test_a_record_may_have_options_of_its_chat_template():
     tokenizer = FakeTokenizer("{{ mood }}" + CHATML)
     record = {"messages": TURNS, "chat_template_kwargs": {"mood": "calm"}}
