@@ -89,8 +89,16 @@ def test_heads_worked_on_together_fit_the_cache():
 
 def test_joined_batches_are_the_same_rows():
     t = torch.arange(3 * 5 * 2 * 8, dtype=torch.float32).view(3, 5, 2, 8)
-    for x in (t, t[:, :3], t.transpose(1, 2).contiguous().transpose(1, 2), t[1:2]):
-        rows, step = room._joined(x)
+    apart = torch.arange(3 * 100, dtype=torch.float32).as_strided(
+        (3, 1, 2, 8), (40, 3, 8, 1)
+    )  # a row's stride is no one's
+    halves = torch.arange(300, dtype=torch.float32).as_strided(
+        (3, 5, 2, 8), (40, 16, 8, 1)
+    )  # 2.5 rows from each to the next
+    several = (t, t[:, :3], t.transpose(1, 2).contiguous().transpose(1, 2), t[1:2], t[:, :1].expand(3, 5, 2, 8), apart)
+    for x in (*several, halves, t[:1].expand(3, 5, 2, 8), t[:1, :1]):
+        rows, step = descriptors.as_packed(x)
+        assert rows.stride(0) % 8 == 0
         for b in range(x.shape[0]):
             assert torch.equal(rows[b * step : b * step + x.shape[1]], x[b])
 

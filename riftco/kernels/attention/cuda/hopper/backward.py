@@ -149,15 +149,6 @@ def backward(
     return d_q, d_k, d_v, none, none, rows.delta, rows.exponent
 
 
-def _as_packed(t: Tensor) -> tuple[Tensor, int]:
-    """[B, S, K, D] as packed rows, and the rows from one sequence to the next: ragged boxes can end anywhere."""
-    B, S, K, D = t.shape
-    if B > 1 and (t.stride(1) == 0 or t.stride(0) % t.stride(1)):
-        t = t.contiguous()  # sequences at fractions of a row: no layout of a cache or of a projection
-    step = t.stride(0) // t.stride(1) if B > 1 else S
-    return t.as_strided(((B - 1) * step + S, K, D), t.stride()[1:]), step
-
-
 def _walk(
     rows, q, k, v, d_out, d_k, d_v, cu_q, cu_k, k_lens, scale, left, right, softcap, start, need_q, need_k,
     need_v,
@@ -173,7 +164,7 @@ def _walk(
         n_tiles = table.shape[0]
     k_step = v_step = 1
     if k_lens is not None:
-        (k, k_step), (v, v_step) = _as_packed(k), _as_packed(v)
+        (k, k_step), (v, v_step) = descriptors.as_packed(k), descriptors.as_packed(v)
     d = descriptors.describe
     width = descriptors.width(D)
     heads = max(1, SIDE_BY_SIDE // n_tiles)

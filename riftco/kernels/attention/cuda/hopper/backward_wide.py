@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...._launch import cdiv, on
+from ...spec import softmax_scale
 from . import descriptors, preprocess, schedule
 from .backward_wide_kv import dkdv_kernel
 from .backward_wide_q import dq_kernel
@@ -16,18 +17,6 @@ BOX = 64  # rows of every TMA box
 KV_GROUP = 4  # key heads whose programs run side by side
 Q_GROUP = 16  # query heads
 LOG2E = 1.4426950408889634
-
-
-def _joined(t: Tensor) -> tuple[Tensor, int]:
-    """(Rows of the first sequence of [B, S, K, D], rows between one batch index and the next).
-
-    A batch stride that is no whole number of rows costs a copy.
-    """
-    row = t.stride(1) if t.shape[1] > 1 else 8  # what describe() takes for a single row
-    step = t.stride(0) if t.shape[0] > 1 else 0
-    if step and (row == 0 or step % row):
-        return _joined(t.contiguous())
-    return t[0], step // row if step else 0
 
 
 def backward(
@@ -51,7 +40,7 @@ def backward(
         cu_q = cu_q.contiguous()
         cu_k = cu_q if cu_k is None else cu_k.contiguous()
     docs = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
-    scale = D**-0.5 if scale is None else scale
+    scale = softmax_scale(q, scale)
     none = q.new_empty(0)
     d_q = q.new_empty((*lead, T, H, D)) if need_q else none
     d_k, d_v = (k.new_empty((*lead, S - kv_grad_start, K, D)) if need_k or need_v else none for _ in range(2))
@@ -119,8 +108,8 @@ def _arguments(q, k, v, d_out, lse, rows, table, tiles, k_lens, left, right, sof
     S, K = k.shape[-3:-1]
     packed = table is not None
     k_step = v_step = 0
-    if k_lens is not None:  # a ragged descriptor ends each sequence where its keys do, and counts rows across batches
-        (k, k_step), (v, v_step) = _joined(k), _joined(v)
+    if k_lens is not None:
+        (k, k_step), (v, v_step) = descriptors.as_packed(k), descriptors.as_packed(v)
     inputs = [descriptors.describe(t, BOX) for t in (q, d_out, k, v)]
     inputs += [lse, rows.delta, rows.exponent, k_lens, table]
     flags = {

@@ -73,6 +73,17 @@ def describe(t: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(t, shape, strides, box, layout(len(shape)))
 
 
+def as_packed(t: Tensor) -> tuple[Tensor, int]:
+    """[B, S, K, D] as packed rows, and how many of them one batch index steps over: so a ragged box ends where a
+    sequence's own keys do. Sequences at fractions of a row, which no cache and no projection has, are copied."""
+    B, S, K, D = t.shape
+    row = t.stride(1) if S > 1 else 8  # as describe() takes a single row's
+    if B > 1 and (row == 0 or t.stride(0) % row):
+        return as_packed(t.contiguous())
+    step = t.stride(0) // row if B > 1 else 0
+    return t.as_strided(((B - 1) * step + S, K, D), (row, *t.stride()[2:])), step
+
+
 @gluon.jit
 def load(desc, smem, bar, head, at, length, row):
     """Start copying the box of `head` from `row` on into smem; `bar` counts its bytes.

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...._launch import cdiv, on
 from ...spec import softmax_scale
 from . import schedule
-from .descriptors import describe, store, width
+from .descriptors import as_packed, describe, store, width
 from .softmax import LOW, ROWS, operand, packed, row_sums, softmax
 from .tiles import FIELDS, RING, blocks, get, produce
 from .variant import TILES, Tiles, Variant, group
@@ -295,7 +295,7 @@ def forward(
         docs, slots = cu_q.shape[0] - 1, table.shape[0]
     k_step, v_step = 0, 0
     if k_lens is not None:
-        (k, k_step), (v, v_step) = _joined(k), _joined(v)
+        (k, k_step), (v, v_step) = as_packed(k), as_packed(v)
     together = group(B * H, H // K, S // max(docs, 1), D, right is not None)
     left, right = (FAR if w is None else min(w, FAR) for w in (left, right))
     with on(q):
@@ -305,10 +305,3 @@ def forward(
             together, H, H // K, T, S, docs, k_step, v_step, left, right, factor, cap, variant, num_warps=4,
         )  # fmt: skip
     return out, lse
-
-
-def _joined(t: Tensor) -> tuple[Tensor, int]:
-    """[B, S, K, D] as packed rows, and how many of them one batch index steps over."""
-    B, S, K, D = t.shape
-    step = 0 if B == 1 else t.stride(0) // t.stride(1)
-    return t.as_strided(((B - 1) * step + S, K, D), t.stride()[1:]), step
