@@ -92,7 +92,7 @@ def decode_with_cache(
     of = layer_of(name, cache, layer)
     held = (of.k, of.v, of.k_scale, of.v_scale, cache.block_table)
     check(name, q, k_new, v_new, held, slots, positions, None, None, scale, window, softcap, sinks, impl)
-    _check(q, k_new, v_new, rows, slots, cos, sin)
+    _check(q, k_new, rows, slots, cos, sin)
     _check_arrived(cache.arrived, of.k if cache.block_table is None else cache.block_table, k_new)
     if needs_grad(q, k_new, v_new, sinks):
         raise ValueError(f"{name}: records no gradient; use torch.no_grad(), or rope and attention_with_cache")
@@ -102,7 +102,7 @@ def decode_with_cache(
         return compose.spec(*args) if impl == "spec" else write(step, q.device, *args)
 
 
-def _check(q, k, v, rows, slots, cos, sin) -> None:
+def _check(q, k, rows, slots, cos, sin) -> None:
     name = "decode_with_cache"
     if len(q) != len(k) or (len(q) and not len(slots)):
         raise ValueError(

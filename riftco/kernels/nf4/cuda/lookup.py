@@ -2,7 +2,7 @@
 
 On a GPU the float32 table lives in the lanes of a warp and a value is one shuffle; 16-bit values are put together from
 bytes by PRMT, 2.6 instructions each. A tree of selects, about 15, serves where a kernel's threads may diverge or where
-Triton's interpreter runs. tests/kernels/test_nf4_lookup.py runs the instructions on all codes.
+Triton's interpreter runs. tests/kernels/test_nf4_kernels.py runs the instructions on all codes.
 """
 
 import struct

@@ -1,1 +1,1 @@
-"""Attention on Hopper in Gluon: see forward.py and supports.py. Imported where a GPU of capability 9 is."""
+"""Attention on Hopper in Gluon: see forward.py and backward_walk.py. Imported where a GPU of capability 9 is."""
