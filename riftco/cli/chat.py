@@ -39,6 +39,7 @@ def chat(
     max_new_tokens: Annotated[int, Opt("--max-new-tokens", help="Most tokens of an answer.")] = 256,
     temperature: Annotated[float, Opt("--temperature", help="0 takes the likeliest token.")] = 0.0,
     seed: Annotated[int | None, Opt("--seed", help="Of the sampling.")] = None,
+    template_kwargs: options.TemplateKwargs = None,
     weights: options.ServedWeights = "auto",
     device: options.Device = "auto",
     debug: options.Debug = False,
@@ -52,7 +53,7 @@ def chat(
 
     talk = open_chat(
         model, train_dir=train_dir, rank=rank, window=window, cache=cache, weights=weights, device=device,
-        system=system, tuned=tuned, adapter=adapter,
+        system=system, tuned=tuned, adapter=adapter, template=options.template_options(template_kwargs),
     )  # fmt: skip
     sampling = Sampling(temperature=temperature, seed=seed)
     typer.echo(f"weights: {talk.held}", err=True)

@@ -21,6 +21,7 @@ def generate(
     temperature: Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option("--top-p", help="Sample among the likeliest of this mass.")] = 1.0,
     seed: Annotated[int | None, typer.Option("--seed", help="Of the sampling.")] = None,
+    template_kwargs: options.TemplateKwargs = None,
     weights: options.Weights = "auto",
     device: options.Device = "auto",
     debug: options.Debug = False,
@@ -32,6 +33,7 @@ def generate(
     from ..models import generate as pieces
     from ..train.use import load, messages
 
+    template = options.template_options(template_kwargs)
     loaded = load(model, adapter=adapter, weights=weights, device=device)
     asked = prompt if raw else messages(prompt, system)
     for piece in pieces(
@@ -42,6 +44,7 @@ def generate(
         temperature=temperature,
         top_p=top_p,
         seed=seed,
+        template=template,
     ):
         typer.echo(piece, nl=False)
     typer.echo()

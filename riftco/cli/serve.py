@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -49,8 +48,7 @@ def serve(
         Opt("--learn-duty", envvar="LEARN_DUTY", help="Part of the time to learn in while others are served; 1: all."),
     ] = 0.1,
     template_kwargs: Annotated[
-        str | None,
-        Opt("--chat-template-kwargs", help="JSON: options of the chat template where a request has none."),
+        str | None, Opt("--chat-template-kwargs", help="JSON: options of the chat template where a request has none.")
     ] = None,
     reasoning_format: Annotated[
         str,
@@ -104,7 +102,7 @@ def serve(
         raise ValueError(f"--learn-duty must be above 0 and at most 1; got {learn_duty:g}")
     if reasoning_format not in ("auto", "none"):
         raise ValueError(f"--reasoning-format must be auto or none; got {reasoning_format!r}")
-    template = options_of(template_kwargs)
+    template = options.template_options(template_kwargs)
     tls = tls_options(ssl_keyfile, ssl_certfile, ssl_keyfile_password, ssl_ca_certs)
     serve_forever(
         model, host=host, port=port, slots=slots, window=window, cache=cache, chunk=chunk, learn_chunk=learn_chunk,
@@ -113,14 +111,3 @@ def serve(
         weights=weights, device=device, slot_save_path=slot_save_path, cors_origins=cors_origin or (), tls=tls,
         duty=learn_duty, template=template, tuned=tuned, reasoning=reasoning_format == "auto",
     )  # fmt: skip
-
-
-def options_of(given: str | None) -> dict[str, Any]:
-    """The object that a JSON text holds."""
-    try:
-        made = json.loads(given or "{}")
-    except ValueError as why:
-        raise ValueError(f"--chat-template-kwargs is no JSON: {why}") from None
-    if not isinstance(made, dict):
-        raise ValueError(f"--chat-template-kwargs must be a JSON object; got {given}")
-    return made

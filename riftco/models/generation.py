@@ -25,6 +25,7 @@ def generate(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int | None = None,
+    template: Mapping[str, Any] | None = None,
 ) -> Iterator[str]:
     """Yield the reply piece by piece, as whole characters.
 
@@ -36,6 +37,7 @@ def generate(
         temperature: 0 takes the likeliest token; otherwise logits are divided by it and sampled.
         top_p: sample among the likeliest tokens that together hold this probability.
         seed: of the sampling; None takes a fresh one.
+        template: options of the chat template, such as `enable_thinking`.
 
     Raises:
         ModelError: an option out of range, or a prompt that with its reply does not fit the model's context.
@@ -43,7 +45,7 @@ def generate(
     if isinstance(prompt, str):
         ids = tokenizer.encode(prompt, add_special_tokens=True)
     else:
-        ids = tokenizer.encode(tokenizer.render_chat(prompt, add_generation_prompt=True))
+        ids = tokenizer.encode(tokenizer.render_chat(prompt, add_generation_prompt=True, **(template or {})))
     tokens = generate_tokens(
         model,
         ids,

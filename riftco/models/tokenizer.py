@@ -62,7 +62,9 @@ class Tokenizer:
     def template(self, tools: bool = False) -> str:
         """The chat template's source; where a model has several, that for conversations with tools or the plain one."""
         if not self.has_chat_template:
-            raise ModelError("this model has no chat template; accepted: plain text, or a chat model")
+            raise ModelError(
+                "this model has no chat template; put one beside its tokenizer (chat_template.jinja), or use plain text"
+            )
         return self.hf.get_chat_template(tools=[{}] if tools else None)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:

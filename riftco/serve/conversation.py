@@ -112,12 +112,15 @@ class Chat:
         tokenizer: the model's.
         adapter: what serves (if promoted) and learns; None: the base, which learns nothing.
         system: a system message.
+        template: options of the chat template.
     """
 
     def __init__(
-        self, scheduler: Scheduler, tokenizer: Tokenizer, *, adapter: str | None = None, system: str | None = None
-    ):
+        self, scheduler: Scheduler, tokenizer: Tokenizer, *, adapter: str | None = None, system: str | None = None,
+        template: Mapping[str, Any] | None = None,
+    ):  # fmt: skip
         self.scheduler, self.tokenizer, self.adapter = scheduler, tokenizer, adapter
+        self.template = template or {}
         self.messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
         self.finished: Finished | None = None
         self._asked: list[int] = []
@@ -125,7 +128,7 @@ class Chat:
     def say(self, text: str, *, max_new_tokens: int = 256, sampling: Sampling | None = None) -> Iterator[str]:
         """Ask; yields the answer piece by piece, while it is made."""
         messages = [*self.messages, {"role": "user", "content": text}]
-        asked = serving_prompt_tokens(self.tokenizer, messages)
+        asked = serving_prompt_tokens(self.tokenizer, messages, **self.template)
         request = Request(
             asked,
             max_new_tokens=max_new_tokens,

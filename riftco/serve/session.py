@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..adapters import LoraSpec
 from ..models import base_digest
@@ -24,7 +26,9 @@ class Talk:
     held: str  # how the base's weights are
 
     def restart(self) -> None:
-        self.chat = Chat(self.scheduler, self.chat.tokenizer, adapter=self.adapter, system=self.system)
+        self.chat = Chat(
+            self.scheduler, self.chat.tokenizer, adapter=self.adapter, system=self.system, template=self.chat.template
+        )
 
     def promote(self) -> int:
         with self.scheduler.settled():
@@ -52,6 +56,7 @@ def open_chat(
     system: str | None = None,
     tuned: str | None = None,
     adapter: str = "live",
+    template: Mapping[str, Any] | None = None,
 ) -> Talk:
     """Load a model; its adapter is that of this id in `train_dir`, or a new one, which begins as the PEFT folder
     `tuned`."""
@@ -65,5 +70,5 @@ def open_chat(
         engine.create(adapter, LoraSpec(rank=rank, alpha=2.0 * rank))
     scheduler = Scheduler(engine)
     scheduler.start()
-    talk = Chat(scheduler, loaded.tokenizer, adapter=adapter, system=system)
+    talk = Chat(scheduler, loaded.tokenizer, adapter=adapter, system=system, template=template)
     return Talk(engine, scheduler, adapter, talk, system, held)

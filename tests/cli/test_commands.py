@@ -6,6 +6,9 @@ import pathlib
 import pytest
 from cli.conftest import METADATA, VOCABULARY
 from tiny_models import hf_model, write_gguf
+from typer.testing import CliRunner
+
+from riftco.cli.app import app
 
 COMMANDS = ("quickstart", "finetune", "train-tiny", "evaluate", "generate", "explain", "memory", "doctor", "data")
 COMMANDS += ("quantize", "merge", "export")
@@ -156,3 +159,17 @@ def test_quickstart_runs_and_a_second_time_says_what_to_do(riftco, monkeypatch, 
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").exists()
     again = riftco("quickstart", "--output", tmp_path / "run", "--device", "cpu", code=2).stderr
     assert "holds a finished quickstart; ask it something with: riftco generate" in again
+
+
+def test_options_of_the_chat_template_reach_it(riftco, tmp_path):
+    file = tmp_path / "model.gguf"
+    own = {**METADATA, "tokenizer__chat_template": "{{ word }}{% for m in messages %}{{ m.content }}{% endfor %}"}
+    write_gguf(file, hf_model("llama-tied", vocab_size=VOCABULARY, max_position_embeddings=256), **own)
+    ask = ("generate", "--model", file, "--max-new-tokens", 6, "--prompt")
+    words = ("--chat-template-kwargs", '{"word": "some "}')
+    with_word = riftco(*ask, "x", *words).stdout
+    assert with_word == riftco(*ask, "some x", "--raw").stdout != riftco(*ask, "x").stdout
+    talk = ("chat", "--model", file, "--max-new-tokens", "6", "--cache", "float32", *words)
+    said = CliRunner().invoke(app, [str(a) for a in talk], input="x\n/new\nx\n")
+    assert said.exit_code == 0 and said.stdout.count(with_word.strip()) == 2, said.output
+    assert "is no JSON" in riftco(*ask, "x", "--chat-template-kwargs", "{", code=2).stderr
