@@ -40,7 +40,13 @@ def backward(V: int) -> None:
     launch.backward(rows, rows, x, torch.zeros(2, dtype=torch.int64), None, None, rows, rows, *PLAIN)
 
 
+def places(N: int, dtype: torch.dtype, weighted: bool) -> None:
+    launch.places(torch.zeros(N, dtype=dtype), torch.ones(N) if weighted else None, -100)
+
+
 LAUNCHES = {
+    "places": lambda: places(8192, torch.int64, False),
+    "places, weighted": lambda: places(8191, torch.int32, True),
     **{f"aligned {V}": both(V) for V in (32000, 49152, 128256, 151936, 256000, 262144)},
     "aligned, z_loss and class weights": both(128256, options=(-100, 0.0, 1e-4, 0.0, 1.0), classes=True),
     "aligned, softcap": both(256000, options=(-100, 0.0, 0.0, 30.0, 1.0)),
@@ -77,4 +83,4 @@ if __name__ == "__main__":
             arguments["OPAQUE"] = arguments["x_ptr"].element_size() == 2  # these tensors lie on the CPU
         done = compiled(kernel, arguments, options, capability)
         ptx = done.asm["ptx"]
-        print(f"{name}: {done.metadata.shared} {spilled_bytes(ptx, capability)} {widths(ptx)}", flush=True)
+        print(f"{name}: {done.metadata.shared} {spilled_bytes(ptx, capability)} {widths(ptx) or '-'}", flush=True)

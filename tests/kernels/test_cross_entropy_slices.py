@@ -1,6 +1,5 @@
 """Logits that come a slice at a time on CUDA: a launch each, which Triton looks at once, and one count of the rows."""
 
-import dataclasses
 from collections import Counter
 
 import pytest
@@ -30,7 +29,8 @@ class Compiled:
         def one(name, v):
             if isinstance(v, torch.Tensor):
                 return v.dtype, v.data_ptr() % 16 == 0
-            return type(v) if name in self.free or v is None or isinstance(v, float) else (v == 1, v % 16 == 0)
+            plain = name in self.free or v is None or isinstance(v, float)
+            return type(v) if plain else (v == 1, v % 16 == 0, abs(v) < 2**31)
 
         return [one(n, v) for n, v in zip(names, args)]
 
@@ -79,7 +79,7 @@ def problem(N, C, V, rows_a_slice, dtype=torch.float32, device="cpu", **fields) 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_places(device, dtype, weighted):
-    """Count, first and last, with rows in two strides, and more rows than a block has."""
+    """One over the labels; count, first and last of the rows with loss, in two strides, also more than a block has."""
     from riftco.kernels.cross_entropy import cuda
 
     d = device.torch_device
@@ -92,14 +92,32 @@ def test_places(device, dtype, weighted):
         if weight is not None and len(labels) == 2:
             weight[max(labels)] = 0.0
         with device.use(), support.poisoned():
-            got = cuda.places(target[1], weight, 3)
+            over, got = cuda.places(target[1], weight, 3)
         live = (target[1] != 3) & (target[1] >= 0) & (True if weight is None else weight != 0)
         rows = live.nonzero().flatten().tolist()
-        assert got is not None
-        assert got.tolist() == [len(rows), min(rows, default=N), max(rows, default=-1)]
-        if N:
-            assert got.tolist() == spec.places(live).tolist()
-    assert cuda.places(torch.zeros(cuda.launch.FEW + 1, dtype=dtype), None, 3) is None
+        assert got.dtype == torch.int64 and got.tolist() == [len(rows), min(rows, default=N), max(rows, default=-1)]
+        for mine, meant in zip((over, got), spec.places(target[1], weight, 3), strict=True):
+            assert mine.dtype == meant.dtype and torch.equal(mine, meant)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_over_the_labels_is_rounded_as_pytorch_rounds(device):
+    from riftco.kernels.cross_entropy import cuda
+
+    for labels in (0, 1, 3, 41, 613, 6999, 8191, 16777):
+        target = torch.arange(16777, device=device.torch_device).where(
+            torch.arange(16777, device=device.torch_device) < labels, -1
+        )
+        with device.use():
+            over, _ = cuda.places(target, None, -100)
+        assert torch.equal(over, torch.tensor(float(max(labels, 1)), device=over.device).reciprocal())
+
+
+def test_many_rows_are_counted_by_pytorch():
+    from riftco.kernels.cross_entropy import cuda
+
+    many = torch.zeros(cuda.launch.FEW + 1, dtype=torch.int64)
+    assert cuda.places(many, None, 3)[1].tolist() == [len(many), 0, len(many) - 1]
 
 
 @pytest.mark.parametrize(
@@ -134,6 +152,70 @@ def test_slices_are_looked_at_once(monkeypatch, fields, gradient):
         assert [c.launches for c in kernel.made] == [3]  # of four slices, 26 rows
         for a, b in zip(got, want, strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_slices_of_many_rows_take_the_ring(monkeypatch, weighted):
+    """With their own rows of all that is of all rows; shorter ones, and a forward alone, do not."""
+    pytest.importorskip("triton")
+    from riftco.kernels.cross_entropy.cuda import hopper
+    from riftco.kernels.cross_entropy.cuda import slices as module
+    from riftco.kernels.cross_entropy.route import Route
+
+    device, ring, calls = next(d for d in support.DEVICES if d.name == "cpu-triton"), object(), []
+    if not device.available:
+        pytest.skip(device.why_not)
+
+    def ringed(x, strides, g, g_strides, target, row_weight, up, stride_up, out, ignore, z_loss, scale, given):
+        assert given is ring and g is x and strides == (len(x), 0, x.stride(0)) and g_strides == strides[1:]
+        assert (row_weight is not None) == weighted and stride_up == 1
+        results = spec.forward_backward_(x, target, row_weight, None, up, ignore, 0.0, z_loss, 0.0, scale, False)
+        for mine, value in zip(out, results):
+            mine.copy_(value)
+        calls.append(len(x))
+
+    monkeypatch.setattr(module, "FEW", 8)
+    monkeypatch.setattr(module, "of_call", lambda x, N, strides, options: Route("ring", "", ring))
+    monkeypatch.setattr(hopper, "forward_backward", ringed)
+    z, y, up = torch.randn(20, 64), torch.randint(0, 64, (20,)), torch.rand(20)
+    y[3] = -100
+    weight = torch.rand(20) if weighted else None
+    options = (-100, 0.0, 0.1, 0.0, 0.7)
+    want_z = z.clone()
+    want = spec.forward_backward_(want_z, y, weight, None, up, *options, False)
+    out = [torch.full((20,), torch.nan) for _ in range(3)]
+    with device.use():
+        each = module.Slices(y, weight, None, up, options, False, True, out)
+        for first, n in ((0, 8), (8, 8), (16, 4)):
+            each(z[first : first + n], first)
+        module.Slices(y, weight, None, None, options, False, False, [torch.empty(20) for _ in range(3)])(z.clone(), 0)
+    assert calls == [8, 8]
+    torch.testing.assert_close(z, want_z)
+    for mine, value in zip(out, want):
+        torch.testing.assert_close(mine, value)
+
+
+def test_rows_past_32_bits_are_looked_at_again(monkeypatch):
+    """Triton passes their number in 64 bits, which another kernel takes."""
+    pytest.importorskip("triton")
+    from riftco.kernels.cross_entropy.cuda import slices as module
+
+    looked = []
+
+    class Kernel:
+        arg_names = ()
+
+        def __getitem__(self, grid):
+            return lambda *args, **constants: looked.append(constants) or {(4, 1, 1): lambda *args: None}
+
+    monkeypatch.setattr(module.kernels, "forward_rows", Kernel())
+    out = [torch.empty(1) for _ in range(3)]
+    each = module.Slices(
+        torch.zeros(1, dtype=torch.int64), None, None, None, (-100, 0.0, 0.0, 0.0, 1.0), False, True, out
+    )
+    for first in (0, 4, 2**31 - 1, 2**31, 2**31 + 4):
+        each(torch.empty(4, 32), first)
+    assert len(looked) == 2
 
 
 def test_again_takes_constants_in_order():
@@ -184,10 +266,9 @@ def test_a_slice_is_two_products_and_a_launch(monkeypatch):
         p, kernel = problem(16 * slices, 6, 32, 16, torch.bfloat16), Silent()
         monkeypatch.setattr(kernels, "forward_rows", kernel)
         counted = torch.tensor([16 * slices, 0, 16 * slices - 1])
-        loss = dataclasses.replace(cuda.LOSS, places=lambda *_, counted=counted: counted)
         with Ops() as ops, torch.no_grad():
             upstream = torch.ones(()).expand(16 * slices)
             ops.seen.clear()
-            sliced.backward(loss, upstream, *p, torch.float32, [True, False, False, False, False])
+            sliced.backward(cuda.LOSS, upstream, *p, torch.float32, [True, False, False, False, False], counted)
         assert kernel.launches == slices
         assert ops.seen == {"mm": 2 * slices, "add": 1, "_to_copy": 1}  # lse; the count, for which the host waits

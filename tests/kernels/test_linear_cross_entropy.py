@@ -480,7 +480,7 @@ LABELS, KERNEL = "riftco.kernels.linear_cross_entropy.labels", "riftco.kernels.c
         (ROWS, "yield where, self._rows_of_x(where)", "yield where, self._rows_of_x(where).roll(1, 0)", "many slices"),
         (SLICES, "d_bias += g.sum", "d_bias = g.sum", "row weights and bias"),
         (ROWS, "out.index_copy_(0, where, value)", "out[: len(where)].copy_(value)", "shift"),
-        (ROWS, "self.live.logical_not().byte()", "self.live.byte()", "n_labelled"),
+        (ROWS, "self.dead.byte()", "self.live.byte()", "n_labelled"),
         (ROWS, "self.first = first", "self.first = 0", "labels lie together"),
         (HEAD, "(p.lora_b.to(p.acc) * p.lora_scale)", "(p.lora_b.to(p.acc))", "adapter"),
         (HEAD, "out.addmm_(d_inner, self.a)", "out.addmm_(d_inner, self.a, beta=0)", "adapter on NF4"),

@@ -129,7 +129,8 @@ def test_one_predicate_says_what_has_a_gradient():
     without = {n for n in names if not _contract.has_backward(n, "cpu")}
     assert without == {
         "adam_advance", "adam_norm", "adam_paged_step", "adam_step", "cached_attention_decode",
-        "cached_attention_write", "cross_entropy_labelled", "gguf_dequantize", "nf4_dequantize", "rope_",
+        "cached_attention_write", "cross_entropy_labelled", "gguf_dequantize", "linear_cross_entropy_places",
+        "nf4_dequantize", "rope_",
     }  # fmt: skip
     for name in names - without:
         for device in _contract.KEYS:

@@ -131,9 +131,19 @@ def labelled(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     return over, over.reciprocal()
 
 
-def places(live: Tensor) -> Tensor:
-    """How many of the rows [N] carry loss, the first of them (N where none does) and the last (-1), as one tensor."""
-    N = live.shape[0]
+def places(target: Tensor, row_weight: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """The reciprocal of `labelled`, and int64 [3]: how many rows carry loss (a label, and a weight that is not 0), the
+    first of them (the number of all where there is none) and the last (-1), all counted as if in one dimension."""
+    live = (target != ignore_index) & (target >= 0)
+    reciprocal = live.sum().clamp(min=1).float().reciprocal()
+    return reciprocal, places_of(live if row_weight is None else live & (row_weight != 0))
+
+
+def places_of(live: Tensor) -> Tensor:
+    """The second result of `places`, for rows of which that is known."""
+    live, N = live.reshape(-1), live.numel()
+    if N == 0:
+        return torch.tensor([0, 0, -1], device=live.device)
     place = torch.arange(N, device=live.device)
     return torch.stack([live.sum(), place.where(live, N).amin(), place.where(live, -1).amax()])
 

@@ -30,7 +30,7 @@ def _fake_fwd(*arguments):
 
 
 def _fake_bwd(d_loss, *arguments):
-    *rest, accum_dtype, needs = arguments
+    rest, (accum_dtype, needs, *_) = arguments[: len(FIELDS)], arguments[len(FIELDS) :]
     p = Problem(*rest)
     R = 0 if p.lora_a is None else p.lora_a.shape[0]
     shapes = (p.x.shape, (p.V, p.C), (p.V,), (R, p.C), (p.V, R))
@@ -54,7 +54,7 @@ fwd = define(
 )
 bwd = define(
     "linear_cross_entropy_bwd",
-    f"(Tensor? d_loss, {TENSORS}, {OPTIONS}, ScalarType accum_dtype, bool[] needs) "
+    f"(Tensor? d_loss, {TENSORS}, {OPTIONS}, ScalarType accum_dtype, bool[] needs, Tensor? places=None) "
     f"-> ({ROWWISE}, Tensor d_x, Tensor d_weight, Tensor d_bias, Tensor d_lora_a, Tensor d_lora_b)",
     fake=_fake_bwd,
     spec=f"{HERE}.spec:backward",
@@ -62,6 +62,20 @@ bwd = define(
 )
 
 
+# what a mean multiplies by, and where the rows are that carry loss: in one launch
+places = define(
+    "linear_cross_entropy_places",
+    "(Tensor target, Tensor? row_weight, int ignore_index) -> (Tensor, Tensor)",
+    fake=lambda target, row_weight, ignore_index: (
+        target.new_empty((), dtype=torch.float32),
+        target.new_empty(3, dtype=torch.int64),
+    ),
+    spec="riftco.kernels.cross_entropy.spec:places",
+    launchers={
+        "cuda": "riftco.kernels.cross_entropy.cuda:places",
+        "mps": "riftco.kernels.cross_entropy.spec:places",
+    },
+)
 scale_ = define(
     "linear_cross_entropy_scale_",
     "(Tensor(a!) g, Tensor scale) -> ()",
@@ -80,15 +94,15 @@ class SummedLoss(Function):
 
     @staticmethod
     def forward(*arguments):
-        *rest, factor, accum_dtype, needs = arguments
+        *rest, factor, accum_dtype, needs, counted = arguments
         p = Problem(*rest)
-        loss, *results = bwd(_upstream(p, factor), *p, accum_dtype, list(needs))
+        loss, *results = bwd(_upstream(p, factor), *p, accum_dtype, list(needs), counted)
         total = loss.sum()
         return total if factor is None else total * factor, loss, *results
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        *rest, factor, ctx.accum_dtype, ctx.needs = inputs
+        *rest, factor, ctx.accum_dtype, ctx.needs, _ = inputs
         p = Problem(*rest)
         grads = output[6:]
         ctx.mark_non_differentiable(*output[1:])
@@ -106,11 +120,11 @@ class SummedLoss(Function):
     @once_differentiable
     def backward(ctx, d_total, *_):
         if d_total is None:
-            return (None,) * (len(FIELDS) + 3)
+            return (None,) * (len(FIELDS) + 4)
         factor, *saved = ctx.saved_tensors
         scale = d_total * factor if ctx.held_back else d_total
         if ctx.traced:
-            return _returned([_scaled(g, scale) for g in saved], ctx.dtypes, ctx.needs, 3)
+            return _returned([_scaled(g, scale) for g in saved], ctx.dtypes, ctx.needs, 4)
         if ctx.held is not None:
             grads, ctx.held = ctx.held, None
         else:
@@ -119,7 +133,7 @@ class SummedLoss(Function):
         for g, need in zip(grads, ctx.needs):
             if need:
                 scale_(g, scale)
-        return _returned(grads, ctx.dtypes, ctx.needs, 3)
+        return _returned(grads, ctx.dtypes, ctx.needs, 4)
 
 
 class RowLosses(Function):
@@ -287,12 +301,12 @@ def linear_cross_entropy(
         check_targets(target, p.V, ignore_index)
     if n_labelled is None and torch.compiler.is_compiling():
         p = p._replace(n_labelled=COMPUTE_ALL)
-    factor = None
+    factor = counted = None
     if reduction == "mean":
-        factor = _factor(p, denominator)
+        factor, counted = _factor(p, denominator)
     needs = tuple(needs_grad(t) for t in (x, None if p.frozen else packed, bias, a, b))
     if any(needs) and impl is None and reduction != "none" and not checkpoint:
-        total, *rows = SummedLoss.apply(*p, factor, accum_dtype, needs)
+        total, *rows = SummedLoss.apply(*p, factor, accum_dtype, needs, counted)
     else:
         if impl == "spec":
             rows = list(spec.forward(*p))
@@ -308,12 +322,14 @@ def linear_cross_entropy(
     return (total, *more, _metrics(p, [r.detach() for r in rows[:5]])) if return_metrics else (total, *more)
 
 
-def _factor(p: Problem, denominator: int | float | Tensor | None) -> Tensor:
-    """The reciprocal of what "mean" divides by. Where nothing traces the call, labels are counted in one launch."""
+def _factor(p: Problem, denominator: int | float | Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The reciprocal of what "mean" divides by, and `places` where that comes with it: the launch that a call saves."""
     plain = denominator is None and p.class_weight is None and p.label_weight is None and p.acc == torch.float32
-    if plain and p.x.device.type != "xla" and not _traced():
-        return cross_entropy.labelled(p.target, p.ignore_index)[0].reciprocal()
-    return denominator_of(p, denominator).reciprocal()
+    if not plain or p.x.device.type == "xla" or _traced():
+        return denominator_of(p, denominator).reciprocal(), None
+    if p.n_labelled is None:
+        return places(p.target, p.row_weight, p.ignore_index)
+    return cross_entropy.labelled(p.target, p.ignore_index)[0].reciprocal(), None
 
 
 def denominator_of(p: Problem, denominator: int | float | Tensor | None) -> Tensor:

@@ -12,38 +12,47 @@ from .plan import Plan
 from .problem import Problem
 
 Where = slice | Tensor  # addresses the rows of a slice among all rows
-# (target [N], row_weight [N] or None, ignore_index) -> spec.places of the rows with a label, or None
-Places = Callable[[Tensor, Tensor | None, int], Tensor | None]
+Places = Callable[[Tensor, Tensor | None, int], tuple[Tensor, Tensor]]  # as cross_entropy's spec.places
 
 
 class Rows:
     """Which rows of x are computed; `over` goes through them in slices.
 
     n_labelled is an upper bound on the rows that carry loss, -1 for "compute all", None for "count them": that waits
-    for an accelerator once, and is not done while a CUDA graph is captured or on XLA. `places` counts in one launch.
+    for an accelerator once, and is not done while a CUDA graph is captured or on XLA. `counted` is spec.places where
+    that is known; `places` finds it in one launch.
     """
 
-    def __init__(self, p: Problem, host_counts: bool, places: Places | None = None):
+    def __init__(
+        self, p: Problem, host_counts: bool, places: Places | None = None, counted: Tensor | None = None
+    ):  # fmt: skip
         self.p, self.x = p, p.x
         self.total = p.rows.numel()
         self.flat = p.x.view(self.total, p.C) if _one_stride(p.x) else None
         self.index: Tensor | None = None
         self.first, self.count, self.all_live = 0, self.total, False
         self.short: Tensor | None = None  # on a device that is not waited for: n_labelled left labelled rows out
-        self._select(p.n_labelled, host_counts, places)
+        self._select(p.n_labelled, host_counts, places, counted)
 
     @functools.cached_property
     def live(self) -> Tensor:
         """Of every row, whether it carries loss."""
         return self.p.live().reshape(-1)
 
-    def _select(self, n_labelled: int | None, host_counts: bool, places: Places | None) -> None:
+    @functools.cached_property
+    def dead(self) -> Tensor:
+        return self.live.logical_not()
+
+    def _select(
+        self, n_labelled: int | None, host_counts: bool, places: Places | None, counted: Tensor | None
+    ) -> None:  # fmt: skip
         x, total = self.x, self.total
         waits = x.device.type == "xla" or (x.is_cuda and torch.cuda.is_current_stream_capturing())
         if total == 0 or n_labelled == -1 or (n_labelled is None and waits):
             return
         if n_labelled is None or host_counts:
-            count, first, last = self._places(places).tolist()  # the one wait
+            counted = self._places(places) if counted is None else counted
+            count, first, last = counted.tolist()  # the one wait
             if n_labelled is not None and count > n_labelled:
                 raise ValueError(
                     f"linear_cross_entropy: n_labelled={n_labelled}, but {count} rows carry a label and a weight"
@@ -59,15 +68,14 @@ class Rows:
             self.short = self.live.sum() > n_labelled
 
     def _places(self, places: Places | None) -> Tensor:
-        p, found = self.p, None
-        if places is not None and p.label_weight is None:
-            row_weight = None if p.row_weight is None else p.row_weight.reshape(-1)
-            found = places(p.target.reshape(-1), row_weight, p.ignore_index)
-        return spec.places(self.live) if found is None else found
+        p = self.p
+        if places is None or p.label_weight is not None:
+            return spec.places_of(self.live)
+        return places(p.target, p.row_weight, p.ignore_index)[1]
 
     def _labelled_first(self) -> Tensor:
         """Row numbers, labelled ones first, each group in order."""
-        return self.live.logical_not().byte().sort(stable=True).indices
+        return self.dead.byte().sort(stable=True).indices
 
     @property
     def everything(self) -> bool:
@@ -100,7 +108,7 @@ class Rows:
         else:
             rows = torch.arange(where.start, where.stop, device=self.x.device) if isinstance(where, slice) else where
             x = self.x[torch.unravel_index(rows, self.x.shape[:-1])]
-        return x if self.all_live else x.masked_fill(~self.live[where].unsqueeze(-1), 0.0)  # 0 * NaN would reach dW
+        return x if self.all_live else x.masked_fill(self.dead[where].unsqueeze(-1), 0.0)  # 0 * NaN would reach dW
 
     def zeros_or_empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """An output with a row for every row of x: rows that are dropped keep 0."""

@@ -20,6 +20,8 @@ from .problem import Problem
 from .rows import Places, Rows, put
 from .vocabulary import why_not
 
+FIELDS = len(Problem._fields)
+
 
 def power_above(x: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent.clamp(-100, 100))
@@ -136,18 +138,18 @@ def forward(ce: Loss, *arguments) -> tuple[Tensor, ...]:
 
 def backward(ce: Loss, d_loss: Tensor | None, *arguments) -> tuple[Tensor, ...]:
     """The op linear_cross_entropy_bwd; spec.backward says what it means."""
-    *rest, accum_dtype, needs = arguments
+    rest, (accum_dtype, needs, *counted) = arguments[:FIELDS], arguments[FIELDS:]
     p = Problem(*rest)
     need_x, need_weight, need_bias, need_a, need_b = needs
     with _as_given(p.x):
-        rows, head, slices = _prepare(ce, p)
+        rows, head, slices = _prepare(ce, p, *counted)
         upstream, restore = tamed(p, d_loss, ce.power_above)
         if not why_not(p, rows.count, slices.rows, ce.vocabulary_below, need_weight, accum_dtype):
             losses = Losses(ce, p, rows)
             grads = vocabulary.backward(ce, p, rows, head, losses, slices, upstream, needs)
             return *losses.finished(), grads[0].view(p.x.shape) if need_x else grads[0], *grads[1:]
         losses = Losses(ce, p, rows, True, upstream)
-        R = 0 if p.lora_a is None else p.lora_a.shape[0]
+        R, together = head.rank, rows.index is None
         d_x = rows.zeros_or_empty(p.C, dtype=p.x.dtype) if need_x else p.x.new_empty(0)
         d_w = heads.Sum(p.x, (p.V, p.C), torch.promote_types(p.x.dtype, accum_dtype), need_weight)
         d_a, d_b = heads.Sum(p.x, (R, p.C), p.acc, need_a), heads.Sum(p.x, (p.V, R), p.acc, need_b)
@@ -159,14 +161,16 @@ def backward(ce: Loss, d_loss: Tensor | None, *arguments) -> tuple[Tensor, ...]:
             g = logits  # by now
             d_inner = head.d_inner(g) if need_x or need_a else None
             if need_x:
-                together = isinstance(where, slice)
                 made = d_x[where] if together else xs.new_empty(xs.shape)
                 head.d_x(g, d_inner, made)
                 if not together:
                     put(d_x, where, made)
-            d_w.add(g, xs)
-            d_a.add(d_inner, xs)
-            d_b.add(g, inner)
+            if need_weight:
+                d_w.add(g, xs)
+            if need_a:
+                d_a.add(d_inner, xs)
+            if need_b:
+                d_b.add(g, inner)
             if need_bias:
                 d_bias += g.sum(0, dtype=d_bias.dtype)
             del logits, g
@@ -189,8 +193,8 @@ def _as_given(x: Tensor) -> contextlib.AbstractContextManager:
     return torch.autocast(x.device.type, enabled=False) if on else contextlib.nullcontext()
 
 
-def _prepare(ce: Loss, p: Problem) -> tuple[Rows, heads.Head, Plan]:
-    rows, head = selection.Rows(p, ce.host_counts, ce.places), heads.Head(p)
+def _prepare(ce: Loss, p: Problem, counted: Tensor | None = None) -> tuple[Rows, heads.Head, Plan]:
+    rows, head = selection.Rows(p, ce.host_counts, ce.places, counted), heads.Head(p)
     row_bytes = p.V * (p.x.dtype.itemsize + ce.temporaries(p)) + head.row_bytes()
     slices = plan(rows.count, row_bytes, p.slice_bytes, ce.most_bytes)
     head.reserve(slices.rows)

@@ -24,10 +24,12 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`forward`, and d_x, d_weight, d_bias, d_lora_a, d_lora_b of sum(d_loss * loss); d_loss None means ones.
 
-    The arguments end with accum_dtype and five booleans: which gradients are needed; the others are empty. With g the
+    Behind Problem's stand accum_dtype, five booleans: which gradients are needed (the others are empty), and places of
+    cross_entropy.spec, where that is known: it changes no result. With g the
     gradient of the logits: d_x = g W + scale (g B) A, d_W = g^T x, d_A = scale (g B)^T x, d_B = scale g^T (x A^T).
     """
-    p, accum_dtype, needs = Problem(*arguments[:-2]), *arguments[-2:]
+    n = len(Problem._fields)
+    p, accum_dtype, needs = Problem(*arguments[:n]), *arguments[n : n + 2]
     x = _rows(p)
     logits = _logits(p, x)
     results = _losses(p, logits)

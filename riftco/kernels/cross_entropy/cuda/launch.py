@@ -180,18 +180,19 @@ def labelled(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     return over, reciprocal
 
 
-def places(target: Tensor, row_weight: Tensor | None, ignore_index: int) -> Tensor | None:
-    """spec.places of at most FEW rows, in one launch; None for more."""
+def places(target: Tensor, row_weight: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """spec.places, in one launch where no more than FEW rows are."""
     if target.numel() > FEW:
-        return None
-    out = torch.empty(3, dtype=torch.int32, device=target.device)
+        return spec.places(target, row_weight, ignore_index)
+    reciprocal = torch.empty((), dtype=torch.float32, device=target.device)
+    out = torch.empty(3, dtype=torch.int64, device=target.device)
     row_weight = None if row_weight is None else row_weight.contiguous()
     with on(target):
         kernels.place_labelled[(1,)](
-            target.contiguous(), row_weight, out, target.numel(), ignore_index, HAS_ROW_WEIGHT=row_weight is not None,
-            BLOCK=8192, num_warps=16,
+            target.contiguous(), row_weight, reciprocal, out, target.numel(), ignore_index,
+            HAS_ROW_WEIGHT=row_weight is not None, BLOCK=8192, num_warps=16,
         )  # fmt: skip
-    return out
+    return reciprocal, out
 
 
 def scale_(g: Tensor, scale: Tensor) -> None:

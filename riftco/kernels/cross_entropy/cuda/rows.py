@@ -207,10 +207,12 @@ def count_labelled(target_ptr, over_ptr, reciprocal_ptr, N, ignore_index, BLOCK:
 
 @triton.jit
 def place_labelled(
-    target_ptr, row_weight_ptr, out_ptr, N, ignore_index, HAS_ROW_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One program: how many rows carry loss, the first and the last of them."""
+    target_ptr, row_weight_ptr, reciprocal_ptr, places_ptr, N, ignore_index, HAS_ROW_WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: one over the rows with a label, at least 1; how many rows carry loss, the first and the last."""
     o = tl.arange(0, BLOCK)
+    labels = tl.zeros([BLOCK], tl.int32)
     count = tl.zeros([BLOCK], tl.int32)
     first = tl.zeros([BLOCK], tl.int32) + N
     last = tl.zeros([BLOCK], tl.int32) - 1
@@ -218,14 +220,17 @@ def place_labelled(
         n = start + o
         y = tl.load(target_ptr + n, mask=n < N, other=-1)
         live = (y != ignore_index) & (y >= 0)
+        labels += live.to(tl.int32)
         if HAS_ROW_WEIGHT:
             live = live & (tl.load(row_weight_ptr + n, mask=n < N, other=0.0) != 0.0)
         count += live.to(tl.int32)
         first = tl.minimum(first, tl.where(live, n, N))
         last = tl.maximum(last, tl.where(live, n, -1))
-    tl.store(out_ptr, tl.sum(count, 0))
-    tl.store(out_ptr + 1, tl.min(first, 0))
-    tl.store(out_ptr + 2, tl.max(last, 0))
+    over = tl.maximum(tl.sum(labels, 0), 1).to(tl.float32)
+    tl.store(reciprocal_ptr, tl.div_rn(tl.full([], 1.0, tl.float32), over))  # as PyTorch's reciprocal rounds
+    tl.store(places_ptr, tl.sum(count, 0))
+    tl.store(places_ptr + 1, tl.min(first, 0))
+    tl.store(places_ptr + 2, tl.max(last, 0))
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from torch import Tensor
 from ..._launch import Again, on
 from ..route import FEW, of_call
 from . import rows as kernels
-from .launch import fixed, numbers_of, opaque, per_row
+from .launch import LARGEST_INT, fixed, numbers_of, opaque, per_row
 
 
 class Slices:
@@ -31,14 +31,14 @@ class Slices:
             self.target, self.row_weight, class_weight, self.classes, self.up, *out, *[None] * (6 - len(out)),
         )  # fmt: skip
         self.numbers = numbers_of(options)
-        self.most, self.look = 0, (0, 0, False)
+        self.most, self.look = 0, (0, 0, False, False)
 
     def __call__(self, logits: Tensor, first: int) -> None:
         """logits [n, V] of the rows from `first` on."""
         (n, V), (step, stride) = logits.shape, logits.stride()
         if n == 0 or V == 0:
             return
-        look = (step if n > 1 else 0, stride if V > 1 else 1, logits.data_ptr() % 16 == 0)
+        look = (step if n > 1 else 0, stride if V > 1 else 1, logits.data_ptr() % 16 == 0, first > LARGEST_INT)
         if n > self.most or look != self.look:
             self._look(logits, look)
         if n >= FEW and self.gradient and self._in_ring(logits, first):
@@ -47,9 +47,9 @@ class Slices:
         with on(logits):
             self.launch(n, logits, g, *self.rows, first, *self.strides, V, *self.numbers)
 
-    def _look(self, logits: Tensor, look: tuple[int, int, bool]) -> None:
+    def _look(self, logits: Tensor, look: tuple[int, int, bool, bool]) -> None:
         n, V = logits.shape
-        step, stride, aligned = look
+        step, stride, aligned, _ = look
         _, smoothing, _, softcap, _ = self.options
         self.most, self.look = n, look
         self.fixed = fixed(
