@@ -185,7 +185,7 @@ def frozen(dtype: torch.dtype) -> None:
     for f in FORMATS.values():
         packed = torch.empty(N, f.row_bytes(K), dtype=torch.uint8)
         gguf.dequantize(packed, f.name, N, K, dtype)
-        for M in (16, 64):
+        for M in (1, 16, 64):
             gguf.forward(torch.empty(M, K, dtype=dtype), packed, None, f.name, N, K)
             gguf.backward(torch.empty(M, N, dtype=dtype), packed, f.name, N, K)
 

@@ -249,8 +249,9 @@ def test_empty_and_nan(device):
 def test_parts_of_a_reduction(device, monkeypatch):
     """A long reduction is cut and joined in order; a row's result does not depend on the rows beside it."""
     w = weight("Q4_1", 5, 40).to(device.torch_device)
-    assert route.route(3, 5, 1280, torch.float32).splits > 1 and route.route(3, 1280, 5, torch.float32).splits == 1
-    x, b = torch.randn(3, 1280, device=device.torch_device, requires_grad=True), torch.randn(5, device=w.device)
+    assert route.route(6, 5, 1280, torch.float32, "Q4_1").splits > 1
+    assert route.route(6, 1280, 5, torch.float32, "Q4_1").splits == 1
+    x, b = torch.randn(6, 1280, device=device.torch_device, requires_grad=True), torch.randn(5, device=w.device)
     with device.use(), support.poisoned():
         y = gguf_linear(x, w, b)
         torch.testing.assert_close(y, x @ dequantize_gguf(w, x.dtype).t() + b, rtol=1e-5, atol=1e-4)
@@ -261,16 +262,15 @@ def test_parts_of_a_reduction(device, monkeypatch):
 
 def test_routes():
     for dtype in (torch.float32, torch.bfloat16):
-        assert {route.route(M, 4096, 4096, dtype).name for M in (1, 16, 64)} == {"few"}
-        assert route.route(65, 4096, 4096, dtype).name == "scratch"
-        assert "more than 64" in route.route(65, 4096, 4096, dtype).why
-        assert route.route(65, 4096, 0, dtype).name == "few"
-        cuts = {(r.splits, r.part) for r in (route.route(M, 4096, 4096, dtype) for M in (1, 20, 64))}
+        assert {route.route(M, 4096, 4096, dtype, "Q4_K").name for M in (5, 16, 64)} == {"few"}
+        assert route.route(65, 4096, 4096, dtype, "Q4_K").name == "scratch"
+        assert "more than 64" in route.route(65, 4096, 4096, dtype, "Q4_K").why
+        assert route.route(65, 4096, 0, dtype, "Q4_K").name == "few"
+        cuts = {(r.splits, r.part) for r in (route.route(M, 4096, 4096, dtype, "Q4_K") for M in (5, 20, 64))}
         assert len(cuts) == 1
         for O, R in ((1, 1), (4096, 14336), (100, 999), (50, 7)):
-            r = route.route(4, O, R, dtype)
+            r = route.route(5, O, R, dtype, "Q4_K")
             assert (r.splits - 1) * r.part < R <= r.splits * r.part and r.part % r.step == 0
-        assert {name for _, name, _ in route.forward_routes(dtype)} == {"few", "scratch"}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -406,7 +406,7 @@ def test_a_scratch_smaller_than_the_weight_changes_nothing(device, monkeypatch):
         ("        acc += tl.load(bias_ptr + o,", "        acc += tl.load(bias_ptr + o - o,", "several tiles"),
         ("(row0 + n) * row_bytes, col0 + k,", "(row0 + n) * row_bytes, col0 + k + 1,", "many rows"),
         ("(r * row_bytes)[:, None], o[None, :]", "(r * row_bytes)[:, None], o[None, :] // 2", "several tiles"),
-        ("r = s * part + start", "r = start", "one row, several tiles"),
+        ("r = s * part + start", "r = start", "five rows, parts"),
     ],
 )
 def test_planted_bugs(old, new, case):
@@ -416,7 +416,7 @@ def test_planted_bugs(old, new, case):
 def test_planted_bug_in_the_second_stage():
     old = "for s in tl.static_range(1, SPLITS)"
     support.assert_caught(
-        cases, "riftco.kernels._splits", old, "for s in tl.static_range(2, SPLITS)", "one row, several tiles"
+        cases, "riftco.kernels._splits", old, "for s in tl.static_range(2, SPLITS)", "five rows, parts"
     )
 
 

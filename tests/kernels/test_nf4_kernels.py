@@ -131,6 +131,15 @@ def test_routes():
     assert {name for _, name, _ in route.backward_routes(torch.float32)} == {"general", "scratch"}
 
 
+def test_rows_of_w_a_program():
+    """A long row does not mean few programs: W [4096, 14336] needs as many as W [4096, 4096]."""
+    tiles = {
+        (N, K): route.route(1, N, K, 64, torch.bfloat16).tile.outputs
+        for N, K in ((2048, 2048), (4096, 4096), (4096, 14336), (14336, 4096), (28672, 8192))
+    }
+    assert list(tiles.values()) == [2, 4, 4, 4, 8]
+
+
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("N,K", [(1, 64), (4096, 4096), (14336, 4096), (576, 1536), (1000, 8192)])
 def test_parts_cover_the_reduction_once(N, K, backward):

@@ -14,8 +14,22 @@ GRADS = ("x", "bias")
 ROUNDINGS = {"y": 1, "d_x": 1}  # W, to x's dtype
 CASES = (
     *(Case(f"{f.name}, two blocks", dict(M=5, N=7, K=2 * f.block), dict(format=f.name)) for f in FORMATS.values()),
+    *(
+        Case(f"{name}, three rows", dict(M=3, N=5, K=blocks * FORMATS[name].block), dict(format=name, bias=bias))
+        for name, blocks, bias in (
+            ("Q4_0", 2, False),
+            ("Q4_1", 65, True),
+            ("Q5_0", 2, True),
+            ("Q5_1", 3, False),
+            ("Q8_0", 33, False),
+            ("Q4_K", 2, True),
+            ("Q5_K", 2, False),
+            ("Q6_K", 2, False),
+        )
+    ),
     Case("one row, three outputs", dict(M=1, N=3, K=32), dict(format="Q4_0")),
     Case("one row, several tiles", dict(M=1, N=130, K=288), dict(format="Q4_1", bias=True)),
+    Case("five rows, parts", dict(M=5, N=130, K=288), dict(format="Q4_1", bias=True)),
     Case("several tiles", dict(M=40, N=130, K=160), dict(format="Q5_1", bias=True)),
     Case("many rows", dict(M=70, N=67, K=96), dict(format="Q5_0", bias=True)),
     Case("many rows, super-blocks", dict(M=70, N=35, K=256), dict(format="Q6_K")),

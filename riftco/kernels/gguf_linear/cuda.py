@@ -8,8 +8,9 @@ from torch import Tensor
 from .. import _frozen, _splits
 from .._dot import dot
 from .._launch import as_rows, cdiv, next_power_of_2, on
+from . import row
 from .formats import FORMATS
-from .route import SCRATCH_BYTES, route
+from .route import SCRATCH_BYTES, Route, route
 
 BLOCK = 1024  # elements of a row that a program decodes
 COLUMNS = 64  # stretches of columns are whole cache lines
@@ -125,9 +126,15 @@ def _tile(
 def forward(
     x: Tensor, packed: Tensor, bias: Tensor | None, format: str, N: int, K: int, onto: Tensor | None = None
 ) -> Tensor:
-    if route(x.shape[:-1].numel(), N, K, x.dtype).name == "few":
+    r = route(x.shape[:-1].numel(), N, K, x.dtype, format)
+    if r.name != "scratch":
         bias = None if bias is None else bias.contiguous()
-        y = _product(x, packed, bias, format, N, forward=True)
+        if r.name == "row":
+            y = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
+            if y.numel():
+                row.forward(x, _readable(packed, row.ALIGNED), bias, format, y, r)
+        else:
+            y = _product(x, packed, bias, format, N, r, forward=True)
         return y if onto is None else onto.add_(y)
     packed = _readable(packed)
 
@@ -138,8 +145,9 @@ def forward(
 
 
 def backward(d_y: Tensor, packed: Tensor, format: str, N: int, K: int, onto: Tensor | None = None) -> Tensor:
-    if route(d_y.shape[:-1].numel(), K, N, d_y.dtype).name == "few":
-        d_x = _product(d_y, packed, None, format, K, forward=False)
+    r = route(d_y.shape[:-1].numel(), K, N, d_y.dtype, format, backward=True)
+    if r.name == "few":
+        d_x = _product(d_y, packed, None, format, K, r, forward=False)
         return d_x if onto is None else onto.add_(d_x)
     packed = _readable(packed)
 
@@ -154,12 +162,13 @@ def dequantize(packed: Tensor, format: str, N: int, K: int, dtype: torch.dtype) 
     return _decode(_readable(packed), format, 0, 0, out)
 
 
-def _product(x: Tensor, packed: Tensor, bias: Tensor | None, format: str, outputs: int, *, forward: bool) -> Tensor:
+def _product(
+    x: Tensor, packed: Tensor, bias: Tensor | None, format: str, outputs: int, r: Route, *, forward: bool
+) -> Tensor:
     y = torch.empty(*x.shape[:-1], outputs, dtype=x.dtype, device=x.device)
     if y.numel() == 0:
         return y
     M, f = x.shape[:-1].numel(), FORMATS[format]
-    r = route(M, outputs, x.shape[-1], x.dtype)
     rows, inner, stride_o, stride_i = as_rows(x)
     parts = _splits.parts_for(y, r.splits)
     with on(x):
@@ -174,10 +183,10 @@ def _product(x: Tensor, packed: Tensor, bias: Tensor | None, format: str, output
     return y
 
 
-def _readable(packed: Tensor) -> Tensor:
-    """Contiguous, and at an even address, as float16 fields are loaded whole."""
+def _readable(packed: Tensor, align: int = 2) -> Tensor:
+    """Contiguous, and at an address of which `align` is a divisor: float16 fields, or words, are loaded whole."""
     packed = packed.contiguous()
-    return packed.clone() if packed.data_ptr() % 2 else packed
+    return packed.clone() if packed.data_ptr() % align else packed
 
 
 def _decode(packed: Tensor, format: str, row0: int, col0: int, out: Tensor) -> Tensor:

@@ -49,7 +49,8 @@ def gguf_linear(x: Tensor, w: GGUFWeight, bias: Tensor | None = None, *, impl: s
     Devices: cpu (stretches of at most 16 MiB of decoded weight), cuda (Triton: up to 64 rows W is decoded inside the
         product, above that into a scratch of at most 32 MiB), mps (Metal,
         decoded inside the product), not xla, which has no bitcast for the scales.
-    Numerics: W is rounded once to x's dtype; float32 accumulation; deterministic.
+    Numerics: W is rounded once to x's dtype, or, for up to 4 rows on cuda, not at all; float32 accumulation;
+        deterministic.
     Source: the block formats of ggml, as gguf.dequantize reads them.
     """
     if not isinstance(w, GGUFWeight):

@@ -25,8 +25,9 @@ class Tile:
 
 
 # One table for what a clock decides. "row" is one warp a program: its look-ups are shuffles inside a warp.
-ROW, ROW_LONG = Tile(16, 4, 1, 1), Tile(8, 8, 1, 1)
-LONG_ROW = 8192  # elements of a row of W from which ROW_LONG reads faster
+ROW, ROW_SMALL, ROW_LARGE = Tile(16, 4, 1, 1), Tile(16, 2, 1, 1), Tile(8, 8, 1, 1)
+SMALL = 2048  # rows of W up to which a GPU wants more programs than ROW gives
+MANY, LONG = 16384, 8192  # rows of W, and their elements, from which ROW_LARGE reads faster; of fewer it reads slower
 FORWARD = {16: Tile(16, 64, 4, 4), 32: Tile(32, 64, 4, 4), 64: Tile(64, 128, 4, 4)}
 BACKWARD = {16: Tile(16, 64, 4, 3), 32: Tile(32, 64, 4, 3), 64: Tile(64, 64, 4, 3)}
 GENERAL = {16: Tile(16, 32, 4, 2), 32: Tile(32, 32, 4, 2), 64: Tile(64, 32, 4, 2)}
@@ -64,7 +65,8 @@ def route(M: int, N: int, K: int, block_size: int, dtype: torch.dtype, *, backwa
     if refused or reduced == 0:
         return Route("general", refused or "nothing to sum", GENERAL[rows])
     if M == 1 and not backward:
-        return Route("row", f"one row of {dtype}", ROW_LONG if K >= LONG_ROW else ROW)
+        tile = ROW_SMALL if N <= SMALL else ROW_LARGE if N >= MANY and K >= LONG else ROW
+        return Route("row", f"one row of {dtype}", tile)
     if block_size % STEP:
         return Route("general", f"blocks of {block_size} end inside a step of {STEP}", GENERAL[rows])
     tile = (BACKWARD if backward else FORWARD)[rows]
