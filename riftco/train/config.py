@@ -150,6 +150,8 @@ class FinetuneConfig:
             raise ConfigError("--stream needs --steps: nobody counts the examples of a streamed file beforehand")
         if self.stream and self.eval_split:
             raise ConfigError("--stream and --eval-split exclude each other; hold a file out with --eval")
+        if self.eval_every and not (self.eval or self.eval_split):
+            raise ConfigError("--eval-every needs held-out data: give --eval or --eval-split")
         for flag, asked in (("--early-stopping", self.early_stopping), ("--keep-best", self.keep_best)):
             if asked and not (self.eval_every and (self.eval or self.eval_split)):
                 raise ConfigError(f"{flag} needs evaluations: give --eval-every, and --eval or --eval-split")
@@ -163,6 +165,11 @@ class FinetuneConfig:
             raise ConfigError(f"{' and '.join(given)} exclude each other; give one of them")
         if self.steps is not None and self.epochs is not None:
             raise ConfigError("--steps and --epochs exclude each other; give one of them")
+
+    @property
+    def idle(self) -> list[str]:
+        """Flags of what shapes an adapter, where there is none."""
+        return [_flag(n) for n in ADAPTER if self.method == "full" and getattr(self, n) != _DEFAULTS[n]]
 
     @property
     def rate(self) -> float:
@@ -241,6 +248,13 @@ class FinetuneConfig:
 
     def asdict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+ADAPTER = (
+    "rank", "alpha", "dropout", "target_modules", "exclude_modules", "dora", "rslora", "rank_pattern", "alpha_pattern",
+    "modules_to_save", "train_tokens", "bias",
+)  # fmt: skip
+_DEFAULTS = {f.name: f.default for f in fields(FinetuneConfig)}
 
 
 def configured(given: Mapping[str, Any], stored: Mapping[str, Any] | None = None) -> FinetuneConfig:

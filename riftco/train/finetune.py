@@ -66,6 +66,8 @@ def prepare(
         found = _read_all(given, resume, reporter, ranks)
     ranks.same("their settings, model and data", _number_of(found.record))
     config, saved = found.config, found.saved
+    if config.idle:
+        reporter.note(f"{', '.join(config.idle)}: of an adapter, which --method full has none of")
     with ranks.alike():
         model, spec = _model(config, ranks, saved)
     runs = _over(model, config, ranks)

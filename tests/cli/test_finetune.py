@@ -71,6 +71,7 @@ def test_full_fine_tuning_writes_a_model(riftco, model, chat, tmp_path):
     whole = riftco("finetune", *options, "--output", tmp_path / "whole", "--log-json")
     evaluations = [e for e in events(whole) if e["event"] == "evaluation"]
     assert evaluations[1]["loss"] < evaluations[0]["loss"]
+    assert any(e.get("text", "").startswith("--rank: of an adapter, which") for e in events(whole))
     riftco("finetune", *options, "--output", run, "--steps", 2, "--schedule", "constant")
     rest = riftco("finetune", "--resume", "--output", run, "--steps", 4, "--log-json")
     assert [s for s, _, _ in losses(rest)] == [3, 4]
@@ -211,6 +212,7 @@ def test_bad_models(riftco, chat, tmp_path):
         (("--stream", "--steps", 3, "--eval-split", 0.5), "exclude each other; hold a file out with --eval"),
         (("--method", "magic"), "--method must be one of qlora, lora, full; got 'magic'"),
         (("--device", "cuda:63"), "sees no such device"),
+        (("--eval-every", 2), "--eval-every needs held-out data: give --eval or --eval-split"),
         (("--eval-split", 0.01), "leaves none to evaluate on"),
         (("--batch-tokens", 8), "does not fit --batch-tokens 8"),
         (("--target-modules", "nose"), "no linear layer matches"),

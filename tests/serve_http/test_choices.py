@@ -1,7 +1,9 @@
 """Several choices and several prompts in one request, adapters as models, and replies that go on with a text."""
 
 import math
+import time
 
+import httpx
 import openai
 import pytest
 
@@ -111,3 +113,28 @@ def held(made):
     """The prompt of the newest turn of two tokens."""
     slot = max(made.engine.slots, key=lambda s: s.used)
     return made.tokenizer.decode(slot.tokens[:-1])
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain"])
+def test_a_client_that_hangs_up_ends_all_of_its_choices(url, made, stream):
+    body = {"messages": ASK, "n": 6, "max_tokens": 120, "stream": stream, "ignore_eos": True}
+    before = made.scheduler.totals.predicted
+    with pytest.raises(httpx.ReadTimeout), httpx.Client(timeout=httpx.Timeout(60, read=0.3)) as client:
+        slow = made.engine.decode
+
+        def waits(batch):
+            time.sleep(0.1)
+            return slow(batch)
+
+        made.engine.decode = waits
+        try:
+            with client.stream("POST", f"{url}/v1/chat/completions", json=body) as answer:
+                next(answer.iter_lines())
+                raise httpx.ReadTimeout("enough")
+        finally:
+            del made.engine.decode
+    until = time.monotonic() + 20
+    while (made.scheduler.turns or made.scheduler.waiting) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not made.scheduler.turns and not made.scheduler.waiting
+    assert made.scheduler.totals.predicted - before < 6 * 120
