@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +22,7 @@ from .safetensors_folder import SafetensorsFolder
 from .tokenizer import Tokenizer
 
 WEIGHTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(?<!\.gguf)")  # an owner's model, as other programs download it
 ACCEPTED = "a .gguf file, or a folder with config.json and safetensors"
 
 
@@ -46,7 +48,9 @@ def open_source(path: str | Path) -> GGUFFile | SafetensorsFolder:
         hint = f"; name the file itself: {path / inside[0]}" if inside else ""
         raise ModelError(f"{path}: no config.json in this folder{hint}; accepted: {ACCEPTED}")
     if not path.exists():
-        raise ModelError(f"{path}: no such file or folder; accepted: {ACCEPTED} (riftco downloads nothing)")
+        named = HUB_NAME.fullmatch(str(path)) and not path.parent.exists()
+        fetched = f": hf download {path} --local-dir FOLDER" if named else ""
+        raise ModelError(f"{path}: no such file or folder; accepted: {ACCEPTED} (riftco downloads nothing{fetched})")
     if not is_gguf(path):
         raise ModelError(f"{path}: not a GGUF file; accepted: {ACCEPTED}")
     return GGUFFile(path)

@@ -295,9 +295,13 @@ def test_old_checkpoints_may_store_their_frequencies(folder):
     load(folder)
 
 
-def test_paths_that_hold_no_model(folder, tmp_path):
+def test_paths_that_hold_no_model(folder, tmp_path, monkeypatch):
     assert "no such file or folder" in refuses(tmp_path / "nowhere")
-    assert "no such file or folder" in refuses("meta-llama/Llama-3.2-1B")
+    fetched = "(riftco downloads nothing: hf download meta-llama/Llama-3.2-1B --local-dir FOLDER)"
+    assert fetched in refuses("meta-llama/Llama-3.2-1B")
+    assert all("(riftco downloads nothing)" in refuses(path) for path in ("models/tiny.gguf", "/a/b"))
+    monkeypatch.chdir(tmp_path.parent)
+    assert "(riftco downloads nothing)" in refuses(f"{tmp_path.name}/nowhere")  # beside what is here
     (tmp_path / "x.gguf").write_bytes(b"hello")
     assert "not a GGUF file; accepted" in refuses(tmp_path / "x.gguf")
     assert f"name the file itself: {tmp_path / 'x.gguf'}" in refuses(tmp_path)
