@@ -218,32 +218,27 @@ VARIANTS = (
     "dropout", "k_lens", "last keys",
 )  # fmt: skip
 
-if __name__ == "__main__":
-    if sys.argv[2] == "cases":
-        report(cases_of(sys.argv[3], getattr(torch, sys.argv[4])), int(sys.argv[1]))
-        sys.exit()
-    if sys.argv[2] == "adam":
+# what is compiled -> who calls its launchers, and the kinds of its arguments behind the dtype
+CALLS = {"adam": (adam,), "frozen": (frozen,), "norms": (norms, int), "cached": (cached_attention, str, int)}
+
+
+def main(capability: int, what: str, *rest: str) -> None:
+    """`what`: "cases", then room and dtype; a key of CALLS, then dtype and its arguments; else attention's bytes of
+    shared memory, then dtype, head dims of k and of v, and variants joined by commas."""
+    if what == "cases":
+        report(cases_of(rest[0], getattr(torch, rest[1])), capability)
+    elif what in CALLS:
+        call, *kinds = CALLS[what]
         with recorded() as calls:
-            adam(getattr(torch, sys.argv[3]))
-        report(calls, int(sys.argv[1]))
-        sys.exit()
-    if sys.argv[2] == "frozen":
-        with recorded() as calls:
-            frozen(getattr(torch, sys.argv[3]))
-        report(calls, int(sys.argv[1]))
-        sys.exit()
-    if sys.argv[2] == "norms":
-        with recorded() as calls:
-            norms(getattr(torch, sys.argv[3]), int(sys.argv[4]))
-        report(calls, int(sys.argv[1]))
-        sys.exit()
-    if sys.argv[2] == "cached":
-        with recorded() as calls:
-            cached_attention(getattr(torch, sys.argv[3]), sys.argv[4], int(sys.argv[5]))
-        report(calls, int(sys.argv[1]))
-        sys.exit()
-    capability, room, dtype, D, DV = int(sys.argv[1]), int(sys.argv[2]), getattr(torch, sys.argv[3]), *sys.argv[4:6]
-    for variant in sys.argv[6].split(",") if len(sys.argv) > 6 else VARIANTS:
-        with recorded() as calls:
-            attention(dtype, int(D), int(DV), variant, room)
+            call(getattr(torch, rest[0]), *(kind(given) for kind, given in zip(kinds, rest[1:], strict=True)))
         report(calls, capability)
+    else:
+        dtype, D, DV, *variants = rest
+        for variant in variants[0].split(",") if variants else VARIANTS:
+            with recorded() as calls:
+                attention(getattr(torch, dtype), int(D), int(DV), variant, int(what))
+            report(calls, capability)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:])

@@ -9,7 +9,10 @@ import importlib
 import importlib.util
 import inspect
 import io
+import os
 import pathlib
+import subprocess
+import sys
 import tempfile
 import types
 from collections.abc import Callable, Iterator
@@ -135,6 +138,18 @@ def assert_same_sums(got: torch.Tensor, want: torch.Tensor) -> None:
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     else:
         assert torch.equal(got, want)
+
+
+def compiled(script: str, *arguments: object) -> list[list[str]]:
+    """What a compile_*.py script of this folder prints, a kernel a line, in words. In a process of its own: this one
+    may have Triton's interpreter on."""
+    tests = pathlib.Path(__file__).parent
+    environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "RIFTCO_IMPL")}
+    environment["PYTHONPATH"] = os.pathsep.join([str(tests.parent), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, str(tests / script), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [line.split() for line in done.stdout.splitlines()]
 
 
 def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 1e-4) -> None:

@@ -2,10 +2,6 @@
 
 import copy
 import io
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 import support
@@ -438,12 +434,6 @@ def test_planted_bugs(old, new, case):
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_compile_without_spills(capability):
     pytest.importorskip("triton")
-    script = pathlib.Path(__file__).parent.parent / "compile_kernels.py"
-    environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "RIFTCO_IMPL")}
-    environment["PYTHONPATH"] = str(script.parent.parent)
-    command = [sys.executable, str(script), str(capability), "adam", "bfloat16"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = [line.split() for line in done.stdout.splitlines()]
+    rows = support.compiled("compile_kernels.py", capability, "adam", "bfloat16")
     assert {r[0] for r in rows} == {"_norm", "_finish", "_advance", "_update", "_update_quantized"}
     assert all(int(spilled) == 0 and int(shared) < 99 << 10 for _, shared, spilled in rows)

@@ -1,12 +1,9 @@
 """Forward attention on Hopper: descriptors and tile tables anywhere, compiling without a GPU, results on one."""
 
-import os
-import pathlib
 import random
-import subprocess
-import sys
 
 import pytest
+import support
 import torch
 
 pytest.importorskip("triton.experimental.gluon")
@@ -16,7 +13,6 @@ from riftco.kernels.attention.cuda.hopper import descriptors, schedule, variant
 from riftco.kernels.attention.cuda.hopper import forward as room
 from riftco.kernels.attention.route import route
 
-TESTS = pathlib.Path(__file__).parents[1]
 BF, HALF = torch.bfloat16, torch.float16
 
 
@@ -89,12 +85,9 @@ def test_heads_worked_on_together_fit_the_cache():
 
 def test_joined_batches_are_the_same_rows():
     t = torch.arange(3 * 5 * 2 * 8, dtype=torch.float32).view(3, 5, 2, 8)
-    apart = torch.arange(3 * 100, dtype=torch.float32).as_strided(
-        (3, 1, 2, 8), (40, 3, 8, 1)
-    )  # a row's stride is no one's
-    halves = torch.arange(300, dtype=torch.float32).as_strided(
-        (3, 5, 2, 8), (40, 16, 8, 1)
-    )  # 2.5 rows from each to the next
+    numbers = torch.arange(300, dtype=torch.float32)
+    apart = numbers.as_strided((3, 1, 2, 8), (40, 3, 8, 1))  # one row each, whose stride is no one's
+    halves = numbers.as_strided((3, 5, 2, 8), (40, 16, 8, 1))  # 2.5 rows from one to the next
     several = (t, t[:, :3], t.transpose(1, 2).contiguous().transpose(1, 2), t[1:2], t[:, :1].expand(3, 5, 2, 8), apart)
     for x in (*several, halves, t[:1].expand(3, 5, 2, 8), t[:1, :1]):
         rows, step = descriptors.as_packed(x)
@@ -155,12 +148,7 @@ def test_table_touches_no_foreign_rows_where_bounds_are_wrong():
     ],
 )
 def test_compiles_for_hopper_without_spills_in_the_main_loops(dtype, D, packed, left, right, extras):
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent), env.get("PYTHONPATH", "")])
-    command = [sys.executable, str(TESTS / "compile_hopper.py"), dtype, str(D), str(packed), left, right, extras]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = [line.split() for line in done.stdout.splitlines()]
+    lines = support.compiled("compile_hopper.py", dtype, D, packed, left, right, extras)
     assert [name for name, *_ in lines] == ["_table"] * packed + ["attention_forward"]
     for name, shared, spilled, local, warnings in lines:
         assert int(shared) <= 227 << 10, f"{name} wants {shared} bytes of shared memory"

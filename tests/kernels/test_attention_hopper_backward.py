@@ -2,12 +2,9 @@
 
 import itertools
 import math
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
+import support
 import torch
 from hopper_backward import BUDGET, DEV, check, dense, launched, nmse, noise, packed
 
@@ -289,17 +286,11 @@ def test_rows_numbers_in_tiles_of_documents(dtype):
     ],
 )
 def test_kernels_compile_without_spills(options):
-    """In a process of its own: this one may have Triton's interpreter on."""
     pytest.importorskip("triton")
-    tests = pathlib.Path(__file__).parent.parent
-    script = tests / "compile_hopper_backward.py"
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(tests.parent)}
-    done = subprocess.run([sys.executable, script, options], capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = done.stdout.split("\n")[:-1]
-    assert any(line.startswith(("backward_kernel ", "dq_kernel ")) for line in lines)
+    lines = support.compiled("compile_hopper_backward.py", options)
+    assert {"backward_kernel", "dq_kernel"} & {name for name, *_ in lines}
     for line in lines:
-        _, shared, spilled, in_loops, serialised = line.split()
+        _, shared, spilled, in_loops, serialised = line
         assert int(shared) <= 227 * 1024, line
         assert int(in_loops) <= 16 and int(serialised) == 0, line  # around the steps of a head, not inside
         assert int(spilled) <= 128, line  # a few words around the loops

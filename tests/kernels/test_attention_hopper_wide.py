@@ -1,16 +1,12 @@
 """The Hopper backward for head dims above 128 against attention in float64, and its kernels compiled for sm_90."""
 
 import math
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
+import support
 import torch
 from hopper_backward import BUDGET, DEV, check, dense, launched, nmse, noise, packed
 
-TESTS = pathlib.Path(__file__).parents[1]
 BF, HALF = torch.bfloat16, torch.float16
 
 
@@ -250,14 +246,8 @@ def test_nothing_to_do():
     ],
 )
 def test_kernels_compile_without_spills(options):
-    """In a process of its own: this one may have Triton's interpreter on."""
     pytest.importorskip("triton")
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent), env.get("PYTHONPATH", "")])
-    command = [sys.executable, TESTS / "compile_hopper_wide.py", options]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = [line.split() for line in done.stdout.splitlines()]
+    lines = support.compiled("compile_hopper_wide.py", options)
     assert [name for name, *_ in lines if "kernel" in name] == ["dkdv_kernel", "dq_kernel"]
     for name, shared, spilled, _, warnings in lines:
         assert int(shared) <= 227 << 10, f"{name} wants {shared} bytes of shared memory"

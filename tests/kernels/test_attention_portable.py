@@ -2,10 +2,6 @@
 
 import importlib
 import math
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 import support
@@ -136,13 +132,8 @@ EXTRA = (
     ],
 )
 def test_every_kernel_compiles_into_the_shared_memory_it_is_given(call, room, capability):
-    script = pathlib.Path(__file__).parent.parent / "compile_kernels.py"
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(script.parent.parent)
-    command = [sys.executable, str(script), str(capability), str(room), *call.split()]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    shared = [(name, int(size)) for name, size, _ in map(str.split, done.stdout.splitlines())]
+    lines = support.compiled("compile_kernels.py", capability, room, *call.split())
+    shared = [(name, int(size)) for name, size, _ in lines]
     assert {"attention_fwd", "attention_delta", "attention_dkdv", "attention_dq"} <= {name for name, _ in shared}
     assert max(size for _, size in shared) <= room, shared
 

@@ -1,10 +1,5 @@
 """Attention over a cache beyond the conformance cases: gradcheck, an oracle of its own, layouts, edges, memory."""
 
-import os
-import pathlib
-import subprocess
-import sys
-
 import pytest
 import support
 import torch
@@ -414,13 +409,7 @@ def test_route():
 )
 @pytest.mark.parametrize("capability", [80, pytest.param(90, marks=pytest.mark.slow)])
 def test_every_kernel_compiles_into_99_KiB(call, capability):
-    script = pathlib.Path(__file__).parent.parent / "compile_kernels.py"
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(script.parent.parent)
-    command = [sys.executable, str(script), str(capability), "cached", *call.split()]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()]
+    lines = support.compiled("compile_kernels.py", capability, "cached", *call.split())
     assert {
         "_cached_fwd",
         "_cached_join",

@@ -1,11 +1,7 @@
 """The adapters' kernels compile for GPUs that are not here, within the shared memory of the smallest."""
 
-import os
-import pathlib
-import subprocess
-import sys
-
 import pytest
+import support
 
 pytest.importorskip("triton")
 ROOM = 99 * 1024
@@ -18,13 +14,7 @@ ROOM = 99 * 1024
     ["bfloat16 float32 16", "bfloat16 float32 64", "bfloat16 bfloat16 64", "float16 float32 5", "float32 float32 256"],
 )
 def test_kernels_compile_within_shared_memory(call, capability):
-    script = pathlib.Path(__file__).parent.parent / "compile_lora.py"
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(script.parent.parent)
-    command = [sys.executable, str(script), str(capability), *call.split()]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    shared = [(name, int(size)) for name, size, _ in map(str.split, done.stdout.splitlines())]
+    shared = [(name, int(size)) for name, size, _ in support.compiled("compile_lora.py", capability, *call.split())]
     adapters = {"down", "down_each", "up", "up_each", "up_alone", "up_each_alone", "grads"}
     assert adapters | {"rescale_fwd", "rescale_bwd"} == {name for name, _ in shared}
     assert max(size for _, size in shared) <= ROOM, shared

@@ -1,10 +1,6 @@
 """NF4's Triton kernels: routes, look-ups in registers, parts of a reduction, the scratch, planted bugs."""
 
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -20,7 +16,6 @@ pytest.importorskip("triton")
 from riftco.kernels.nf4.cuda import few, lookup
 
 DEVICES = support.device_params(("cpu-triton", "cuda"))
-TESTS = pathlib.Path(__file__).parent.parent
 LONG = (  # reductions in parts
     Case("one long row", dict(M=1, N=21, K=1152), dict(bias=True, double_quant=True)),
     Case("few rows, parts", dict(M=3, N=70, K=1088), dict(bias=True)),
@@ -206,13 +201,7 @@ def test_a_scratch_smaller_than_the_weight_changes_nothing(device, K, monkeypatc
 @pytest.mark.slow
 def test_every_kernel_compiles(capability, dtype):
     """Within the 99 KiB of shared memory that every GPU since sm_80 has, all but without spills; GGUF's kernels too."""
-    command = [sys.executable, str(TESTS / "compile_kernels.py"), str(capability), "frozen", dtype]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=TESTS.parent,
-        env={**os.environ, "TRITON_INTERPRET": "", "PYTHONPATH": str(TESTS.parent)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = [line.split() for line in done.stdout.splitlines()]
+    lines = support.compiled("compile_kernels.py", capability, "frozen", dtype)
     assert {"_row", "_forward", "_backward", "_groups", "_tile", "_few", "_join"} - {n for n, *_ in lines} <= (
         {"_row"} if dtype == "float32" else set()
     )

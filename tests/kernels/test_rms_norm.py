@@ -1,10 +1,5 @@
 """RMS normalisation beyond the conformance cases: gradcheck, contract, strides, edges, planted bugs."""
 
-import os
-import pathlib
-import subprocess
-import sys
-
 import pytest
 import support
 import torch
@@ -307,15 +302,7 @@ def test_planted_bug_of_the_last_sum():
 def test_kernels_compile_into_the_smallest_shared_memory(dtype, C):
     """99 KiB, as GPUs of compute capability 8.6 and 8.9 have; no register is spilled in 16 bit."""
     pytest.importorskip("triton")
-    script = pathlib.Path(__file__).parent.parent / "compile_kernels.py"
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    root = str(script.parent.parent)
-    done = subprocess.run(
-        [sys.executable, str(script), "80", "norms", dtype, str(C)],
-        env=environment | {"PYTHONPATH": root}, cwd=root, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    kernels = [line.split() for line in done.stdout.splitlines()]
+    kernels = support.compiled("compile_kernels.py", 80, "norms", dtype, C)
     assert {name for name, _, _ in kernels} == {"_norm_fwd", "_norm_bwd", "_add_parts"}
     for name, shared, spilled in kernels:
         assert int(shared) <= 99 * 1024, f"{name}: {shared}"
