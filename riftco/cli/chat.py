@@ -50,10 +50,11 @@ def chat(
     """
     from ..serve import Sampling
     from ..serve.session import open_chat
+    from ..train.use import template_options
 
     talk = open_chat(
         model, train_dir=train_dir, rank=rank, window=window, cache=cache, weights=weights, device=device,
-        system=system, tuned=tuned, adapter=adapter, template=options.template_options(template_kwargs),
+        system=system, tuned=tuned, adapter=adapter, template=template_options(template_kwargs),
     )  # fmt: skip
     sampling = Sampling(temperature=temperature, seed=seed)
     typer.echo(f"weights: {talk.held}", err=True)

@@ -10,6 +10,7 @@ from typer.core import TyperCommand
 
 from .errors import BAD_INPUT
 
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # of the click that this typer is made on
 ALWAYS_PACKED = "documents are always packed, and none sees another"
 ALWAYS_REPLIES = "loss is always on the assistant's replies, or the completion, alone"
 # a name elsewhere -> what it is here: the first whose option the command has, or that names none
@@ -77,13 +78,15 @@ class Command(TyperCommand):
     """A command that knows other programs' names of what it has."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        own = {option for parameter in self.params for option in parameter.opts + parameter.secondary_opts}
-        for given in args:
-            name = given.partition("=")[0]
-            if given.startswith("--") and name not in own and (hint := told(name, own)):
+        try:
+            return super().parse_args(ctx, args)
+        except UsageError as why:  # not of every word that looks like one: a prompt may
+            name = getattr(why, "option_name", "")
+            own = {option for parameter in self.params for option in parameter.opts + parameter.secondary_opts}
+            if name not in own and (hint := told(name, own)):
                 typer.echo(f"riftco: {name}: {hint}", err=True)
-                raise typer.Exit(BAD_INPUT)
-        return super().parse_args(ctx, args)
+                raise typer.Exit(BAD_INPUT) from None
+            raise
 
 
 def told(name: str, own: set[str]) -> str:

@@ -31,9 +31,9 @@ def generate(
     Example: riftco generate --model model.gguf --adapter run/adapter --prompt "I put two jars of honey in the attic."
     """
     from ..models import generate as pieces
-    from ..train.use import load, messages
+    from ..train.use import load, messages, template_options
 
-    template = options.template_options(template_kwargs)
+    template = template_options(template_kwargs)
     loaded = load(model, adapter=adapter, weights=weights, device=device)
     asked = prompt if raw else messages(prompt, system)
     for piece in pieces(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -65,14 +64,3 @@ TemplateKwargs = Annotated[
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 LogJson = Annotated[bool, typer.Option("--log-json", help="Print JSON lines.")]
-
-
-def template_options(given: str | None) -> dict[str, Any]:
-    """The object that a JSON text holds."""
-    try:
-        made = json.loads(given or "{}")
-    except ValueError as why:
-        raise ValueError(f"--chat-template-kwargs is no JSON: {why}") from None
-    if not isinstance(made, dict):
-        raise ValueError(f"--chat-template-kwargs must be a JSON object; got {given}")
-    return made

@@ -97,12 +97,13 @@ def serve(
     Example: riftco serve --model model.gguf --train-dir mine
     """
     from ..serve.http.run import serve_forever, tls_options
+    from ..train.use import template_options
 
     if not 0 < learn_duty <= 1:
         raise ValueError(f"--learn-duty must be above 0 and at most 1; got {learn_duty:g}")
     if reasoning_format not in ("auto", "none"):
         raise ValueError(f"--reasoning-format must be auto or none; got {reasoning_format!r}")
-    template = options.template_options(template_kwargs)
+    template = template_options(template_kwargs)
     tls = tls_options(ssl_keyfile, ssl_certfile, ssl_keyfile_password, ssl_ca_certs)
     serve_forever(
         model, host=host, port=port, slots=slots, window=window, cache=cache, chunk=chunk, learn_chunk=learn_chunk,

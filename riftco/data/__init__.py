@@ -8,6 +8,7 @@ from .geometry import Geometry
 from .loader import Loader
 from .packing import best_fit
 from .plan import RowPlan
+from .records import check_options
 from .sampler import ShuffledOrder, WindowSampler
 from .staging import Staging
 from .stream import StreamLoader
@@ -31,6 +32,7 @@ __all__ = [
     "TokenLoader",
     "WindowSampler",
     "best_fit",
+    "check_options",
     "load_examples",
     "load_tokens",
     "nothing",

@@ -18,6 +18,12 @@ ACCEPTED = (
 ARRAY = "; a JSON array becomes JSONL with: jq -c '.[]' FILE.json > FILE.jsonl"
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # columns beside a conversation
 ROLES = ("system", "developer", "user", "assistant", "tool")
+# names of the calls between a conversation and its template, which nobody sets; chat_template is code
+NO_OPTIONS = frozenset((
+    "self", "tokenizer", "messages", "conversation", "chat_template", "add_generation_prompt", "continue_final_message",
+    "go_on", "tokenize", "tokenizer_kwargs", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask",
+))  # fmt: skip
 LARGEST = torch.finfo(torch.float32).max  # of a weight: losses are float32
 SHAREGPT_ROLES = {
     "system": "system",
@@ -89,10 +95,11 @@ def parse_record(value: Any) -> Record:
             turns.insert(0, Message({"role": "system", "content": system}))
         return _conversation(turns, value)
     if "instruction" in value:
-        return Record(messages=_alpaca(value))
+        return Record(messages=_alpaca(value), options=_options(value))
     if "prompt" in value and "completion" in value:
         return _completion(value)
     if "text" in value:
+        _no_options(value)
         if not isinstance(value["text"], str) or not value["text"]:
             raise DataError("'text' must be a string that is not empty")
         return Record(text=value["text"])
@@ -121,15 +128,32 @@ def _options(value: Mapping[str, Any]) -> dict[str, Any]:
     options = value.get("chat_template_kwargs") or {}
     if not isinstance(options, dict):
         raise DataError(f"'chat_template_kwargs' must be an object; got {type(options).__name__}")
+    check_options(options)
     tools = value.get("tools") or []
     if isinstance(tools, str):  # a column of one type for all rows
         try:
-            tools = json.loads(tools)
-        except ValueError as bad:
+            tools = json.loads(tools) or []
+        except (ValueError, RecursionError) as bad:
             raise DataError(f"'tools' is no JSON ({bad})") from None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) and tool for tool in tools):
         raise DataError("'tools' must be a list of objects: {type: 'function', function: {name, parameters}}")
     return {**options, "tools": tools} if tools else dict(options)
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse what would not reach the chat template.
+
+    Raises:
+        DataError: a name that is no option of a template.
+    """
+    if taken := NO_OPTIONS & options.keys():
+        raise DataError(f"chat_template_kwargs: {min(taken)} is no option of a template")
+
+
+def _no_options(value: Mapping[str, Any]) -> None:
+    for key in ("tools", "chat_template_kwargs"):
+        if value.get(key):
+            raise DataError(f"'{key}' are of conversations: a text has no template that would show them")
 
 
 def _completion(value: Mapping[str, Any]) -> Record:
@@ -138,6 +162,7 @@ def _completion(value: Mapping[str, Any]) -> Record:
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
             raise DataError("nothing to train on: 'completion' is empty")
+        _no_options(value)
         return Record(text=prompt + completion, prompt=len(prompt))
     if not isinstance(prompt, list) or not isinstance(completion, list):
         raise DataError("'prompt' and 'completion' must be two strings or two lists of messages")
@@ -195,7 +220,7 @@ def plain_call(call: Any, where: str) -> dict[str, Any]:
     arguments = function.get("arguments") or "{}"
     try:
         made = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
+    except (ValueError, RecursionError):
         made = None
     if not isinstance(made, dict):
         raise DataError(f"{where}: the arguments of {function['name']!r} are no JSON object: {arguments!r:.60}")
@@ -240,7 +265,8 @@ def _alpaca(value: Mapping[str, Any]) -> tuple[Message, ...]:
             raise DataError(f"'{key}' must be a string")
     more, system = _text_of(value, "input"), _text_of(value, "system")
     turns = [{"role": "system", "content": system}] if system else []
-    for pair in value.get("history") or []:
+    history = value.get("history") or []
+    for pair in history if isinstance(history, list) else [history]:
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             raise DataError("'history' must be a list of pairs, each a question and its answer")
         turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]

@@ -126,6 +126,8 @@ class Tokenizer:
             return self.hf.apply_chat_template(
                 [dict(m) for m in messages], tokenize=False, add_generation_prompt=add_generation_prompt, **options
             )
+        except RecursionError:
+            raise ModelError("the chat template refuses these messages: they are nested too deeply") from None
         except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError, OverflowError) as why:
             raise ModelError(f"the chat template refuses these messages: {why}") from why
 

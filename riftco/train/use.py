@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from .. import cpu, explain, functional
 from ..adapters import base_weights_of, load_adapter
-from ..data import DataError, Dataset, Loader, load_examples
+from ..data import DataError, Dataset, Loader, check_options, load_examples
 from ..functional import attention_backward
 from ..models import Decoder, Tokenizer, load_model, load_tokenizer
 from ..models.gguf import GGUFFile
@@ -70,6 +72,18 @@ def messages(prompt: str, system: str | None = None) -> list[dict[str, str]]:
     """One question, with a system message where one is given."""
     first = [] if system is None else [{"role": "system", "content": system}]
     return [*first, {"role": "user", "content": prompt}]
+
+
+def template_options(given: str | None) -> dict[str, Any]:
+    """Options of the chat template: the object that a JSON text holds."""
+    try:
+        made = json.loads(given or "{}")
+    except (ValueError, RecursionError) as why:
+        raise ConfigError(f"--chat-template-kwargs is no JSON: {why}") from None
+    if not isinstance(made, dict):
+        raise ConfigError(f"--chat-template-kwargs must be a JSON object; got {given}")
+    check_options(made)
+    return made
 
 
 def evaluate_file(

@@ -173,3 +173,6 @@ def test_options_of_the_chat_template_reach_it(riftco, tmp_path):
     said = CliRunner().invoke(app, [str(a) for a in talk], input="x\n/new\nx\n")
     assert said.exit_code == 0 and said.stdout.count(with_word.strip()) == 2, said.output
     assert "is no JSON" in riftco(*ask, "x", "--chat-template-kwargs", "{", code=2).stderr
+    for name in ("messages", "add_generation_prompt"):  # of the calls between
+        refused = riftco(*ask, "x", "--chat-template-kwargs", json.dumps({name: 1}), code=2).stderr
+        assert f"{name} is no option of a template" in refused

@@ -30,6 +30,12 @@ def test_another_name_tells_ours(riftco, args, says):
     assert says in " ".join(riftco(*args, code=2).stderr.split())
 
 
+def test_a_value_that_looks_like_an_option_is_a_value(riftco):
+    for words in (("--prompt", "--temp"), ("--prompt", "x", "--chat-template-kwargs", "--batch_tokens")):
+        said = riftco("generate", "--model", "absent", *words, code=2).stderr
+        assert "here it is" not in said
+
+
 def test_every_name_leads_to_an_option_that_is_there():
     commands = {name: {o for p in c.params for o in p.opts} for name, c in get_command(app).commands.items()}
     for name in NAMES:

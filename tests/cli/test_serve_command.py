@@ -20,6 +20,8 @@ REFUSED = {
     "--learn-duty must be above 0 and at most 1; got nan": ["--learn-duty", "nan"],
     "--reasoning-format must be auto or none; got 'xml'": ["--reasoning-format", "xml"],
     "--chat-template-kwargs is no JSON": ["--chat-template-kwargs", "{enable_thinking: false}"],
+    "--chat-template-kwargs is no JSON: maximum recursion": ["--chat-template-kwargs", "[" * 5000],
+    "chat_template_kwargs: messages is no option": ["--chat-template-kwargs", '{"messages": []}'],
     "--chat-template-kwargs must be a JSON object; got [1]": ["--chat-template-kwargs", "[1]"],
 }
 

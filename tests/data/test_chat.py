@@ -244,6 +244,10 @@ BAD = {
     "3": "expected a JSON object with",
     '{"text": "x", "images": ["a.png"]}': "'images' are not supported",
     '{"instruction": "x", "output": "y", "history": [["a"]]}': "'history' must be a list of pairs",
+    '{"instruction": "x", "output": "y", "history": 5}': "'history' must be a list of pairs",
+    '{"text": "x", "tools": [{"name": "f"}]}': "'tools' are of conversations",
+    '{"prompt": "x", "completion": "y", "chat_template_kwargs": {"a": 1}}': "'chat_template_kwargs' are of conv",
+    '{"instruction": "x", "output": "y", "tools": [{"name": "f"}]}': "no place for 'tools'",
     '{"prompt": 1}': "no known keys \\(prompt\\)",
     '{"messages": []}': "at least one message",
     '{"messages": [{"role": "robot", "content": "x"}]}': "role 'robot' is not known",
@@ -258,6 +262,8 @@ BAD = {
     '{"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]}': "must be of functions",
     '{"messages": [{"role": "assistant", "tool_calls": {"function": {"name": "f", "arguments": "3"}}}]}': "no JSON",
     '{"messages": [{"role": "assistant", "content": "y"}], "chat_template_kwargs": 1}': "must be an object",
+    '{"messages": [{"role": "user", "content": "y"}, {"role": "assistant", "content": "y"}], "chat_template_kwargs": '
+    '{"messages": []}}': "messages is no option of a template",
     '{"prompt": "x", "completion": ["y"]}': "two strings or two lists",
     '{"prompt": "x", "completion": ""}': "'completion' is empty",
     '{"conversations": [{"from": "gpt", "value": "x"}], "system": 3}': "'system' must be a string",
@@ -281,6 +287,17 @@ def test_a_bad_line_names_file_and_line(tmp_path, line):
     kept = load_examples(file, FakeTokenizer(), skip_bad=True)
     assert [e.line for e in kept.examples] == [1]
     assert len(kept.skipped) == 1
+
+
+def test_json_inside_of_json_that_is_nested_too_deeply_is_a_bad_line(tmp_path):
+    deep, file = "[" * 10**5, tmp_path / "bad.jsonl"
+    call = {"role": "assistant", "tool_calls": {"function": {"name": "f", "arguments": deep}}}
+    file.write_text("\n".join(map(json.dumps, (
+        {"messages": TURNS}, {"messages": [TURNS[0], call]}, {"messages": TURNS, "tools": deep},
+    ))))  # fmt: skip
+    read = load_examples(file, FakeTokenizer(), skip_bad=True)
+    assert len(read) == 1 and len(read.skipped) == 2
+    assert "'f' are no JSON object" in read.skipped[0] and "'tools' is no JSON" in read.skipped[1]
 
 
 def test_what_the_template_refuses_names_the_line(tmp_path):

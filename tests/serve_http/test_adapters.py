@@ -7,6 +7,8 @@ import pytest
 import torch
 from server import refused, served, service
 
+from riftco.serve.http.errors import ApiError
+
 ASK = [{"role": "user", "content": "Where is the key?"}]
 CHAT = {"messages": ASK, "max_tokens": 4, "temperature": 0}
 LEARN = {"lora_id": "live", "lr": 1e-2, "reply": "On the hook."}
@@ -153,6 +155,9 @@ def test_the_servers_template_options_are_those_of_who_gives_none(tokenizer, tmp
         assert client.post("/learn", json=lesson).json()["learn"]["success"]
     with pytest.raises(ValueError, match="chat_template_kwargs: tokenize is no option of a template"):
         service(thinks, template={"tokenize": False})
+    for name in ("go_on", "messages"):
+        with pytest.raises(ApiError, match=f"{name} is no option of a template"):
+            made.prompt_of(ASK, {name: 1})
 
 
 def test_a_request_learns_at_its_own_rate(client, made):

@@ -7,6 +7,8 @@ import httpx
 import openai
 import pytest
 
+from riftco.serve import Sampling
+
 ASK = [{"role": "user", "content": "Where is the key?"}]
 
 
@@ -65,6 +67,7 @@ BAD = {
     "suffix": {"prompt": "a", "suffix": "b"},
     "n:": {"prompt": "a", "n": 129},
     "token ids, or a list": {"prompt": [["x"], [1]]},
+    "at most 256 turns may wait; send fewer": {"prompt": ["a"] * 129, "n": 2},
 }
 
 
@@ -75,9 +78,12 @@ def test_bad_requests(gpt, made, why):
 
 
 def test_choices_that_find_no_room_leave_none_waiting(gpt, made, monkeypatch):
-    monkeypatch.setattr(made.scheduler, "limit", 2)
-    with pytest.raises(openai.InternalServerError, match="wait already"):
-        chat(gpt, n=8, max_tokens=60)
+    with made.scheduler.lock:  # nobody gets a slot
+        others = [made.submit([1, 2], Sampling(), 1) for _ in range(3)]
+        monkeypatch.setattr(made.scheduler, "limit", 9)
+        with pytest.raises(openai.InternalServerError, match="wait already"):
+            chat(gpt, n=8, max_tokens=60)
+    assert all(len(list(ticket)) == 1 for ticket in others)
     monkeypatch.undo()
     assert chat(gpt).choices[0].finish_reason  # nobody is before it for good
 

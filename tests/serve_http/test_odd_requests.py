@@ -1,11 +1,14 @@
 """What is wrong on purpose: paths that lead elsewhere, keys that do not suffice, values that nobody means."""
 
+import functools
 import itertools
 import json
 
 import httpx
 import pytest
-from server import KEY, check_shape
+from server import KEY, check_shape, templated
+
+from riftco.models import ModelError
 
 
 def test_every_operation_asks_for_a_key(guarded):
@@ -91,7 +94,14 @@ def send_odd(client, path, body):
 def test_odd_contents_of_messages(guarded, path):
     with httpx.Client(base_url=guarded, headers=KEY, timeout=60) as client:
         for name in ("model", "content", "chat_template_kwargs", "lora", "tools"):
-            for odd in ("\ud800", [{}], {"messages": 1}, {"add_generation_prompt": False}, {"chat_template": "x"}):
+            for odd in (
+                "\ud800",
+                [{}],
+                {"messages": 1},
+                {"add_generation_prompt": False},
+                {"chat_template": "x"},
+                {"go_on": 1},
+            ):
                 send_odd(client, path, {**ASKS[path], name: odd})
         at = "input" if path == "/v1/responses" else "messages"
         for odd in ODD if at in ASKS[path] else ():
@@ -110,6 +120,14 @@ def test_what_is_nested_deeply_is_refused(guarded, path):
         check_shape(answer, path)
 
 
+def test_a_template_that_is_given_what_is_nested_too_deeply(tokenizer):
+    """Its own recursion is a refusal, which readers of training data leave out, too."""
+    deep = functools.reduce(lambda made, _: [made], range(2000), 0)
+    shows = templated(tokenizer, "{% for m in messages %}{{ m.content }}{{ tools | tojson }}{% endfor %}")
+    with pytest.raises(ModelError, match="nested too deeply"):
+        shows.render_chat([{"role": "user", "content": "x"}], tools=[{"a": deep}])
+
+
 def test_half_characters_inside_of_options(guarded):
     """What an answer may repeat is text, at whatever depth it stands."""
     with httpx.Client(base_url=guarded, headers=KEY, timeout=60) as client:
@@ -121,6 +139,8 @@ def test_half_characters_inside_of_options(guarded):
         for name in ("lora_id", "reply", "id"):
             send_odd(client, "/learn", {**ASKS["/learn"], name: "\ud800"})
         send_odd(client, "/lora-adapters", [{"id": "\ud800"}])
+        send_odd(client, "/v1/completions", {"prompt": ["a", "\ud800"]})
+        send_odd(client, "/v1/embeddings", {"input": ["a", "\ud800"]})
 
 
 @pytest.mark.slow

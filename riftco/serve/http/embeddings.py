@@ -10,7 +10,6 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from torch import Tensor
 
-from ...models import ModelError
 from ..batch import Refused
 from ..embed import embed, unit
 from .errors import ApiError
@@ -52,7 +51,7 @@ def inputs_of(service: Service, body: EmbeddingsRequest) -> list[list[int]]:
     for i, one in enumerate(given):
         try:
             tokens = service.tokens_of(one)
-        except ModelError as why:
+        except ApiError as why:
             raise ApiError(400, f"input {i}: {why}", param="input") from None
         bad = [t for t in tokens if not 0 <= t < vocab]
         if not one or not tokens or bad:

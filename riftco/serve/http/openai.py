@@ -56,6 +56,9 @@ def _submitted(
     """A turn for each choice, or none of them; each draws by a seed of its own."""
     if body.learn is not None and len(prompts) * body.n > 1:
         raise ApiError(400, "a turn that is learned has one prompt, and n of 1", param="learn")
+    turns, most_waiting = len(prompts) * body.n, service.scheduler.limit
+    if turns > most_waiting:  # again later is no remedy
+        raise ApiError(400, f"{turns} choices at once; at most {most_waiting} turns may wait; send fewer", param="n")
     sampling, tickets = body.sampling(logprobs), list[Ticket]()
     try:
         for prompt in prompts:

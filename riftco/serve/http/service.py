@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from ...adapters import AdapterError
+from ...data import DataError, check_options
 from ...models import ModelError, Tokenizer
 from ..batch import Refused
 from ..conversation import reply_tokens, serving_prompt_tokens
@@ -26,12 +27,6 @@ from ..thoughts import Thoughts, thoughts_of
 from .errors import ApiError
 from .models import LearnOptions, LoraUse
 
-# names of the calls between a request and its template, which a request may not set; chat_template is code
-OURS = frozenset((
-    "self", "tokenizer", "messages", "conversation", "chat_template", "add_generation_prompt", "continue_final_message",
-    "tokenize", "tokenizer_kwargs", "padding", "truncation", "max_length", "return_tensors", "return_dict",
-    "return_assistant_tokens_mask",
-))  # fmt: skip
 READERS = 4  # threads that turn texts into tokens
 LEARNERS = 64  # threads of learns, which wait there for their time and hold up nothing else
 T = TypeVar("T")
@@ -76,8 +71,7 @@ class Service:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.template, self.reasoning = dict(template or {}), reasoning
-        if taken := OURS & self.template.keys():
-            raise ValueError(f"chat_template_kwargs: {min(taken)} is no option of a template")
+        check_options(self.template)
         self.engine, self.tokenizer, self.name, self.learns = engine, tokenizer, name, learns
         self.limits = limits or Limits()
         self.grammars = Grammars(tokenizer, engine.model.config.vocab_size)
@@ -104,8 +98,10 @@ class Service:
         self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], go_on: bool = False
     ) -> list[int]:
         """The tokens that a conversation is served with, and learned behind; `go_on`: with its last message."""
-        if taken := OURS & options.keys():
-            raise ApiError(400, f"chat_template_kwargs: {min(taken)} is no option of a template")
+        try:
+            check_options(options)
+        except DataError as why:
+            raise ApiError(400, str(why), param="chat_template_kwargs") from None
         try:
             return serving_prompt_tokens(self.tokenizer, messages, go_on, **{**self.template, **options})
         except (ModelError, Refused) as why:
@@ -113,9 +109,12 @@ class Service:
 
     def tokens_of(self, prompt: str | Sequence[int]) -> list[int]:
         """A completion's prompt: text, or tokens."""
-        if isinstance(prompt, str):
+        if not isinstance(prompt, str):
+            return list(prompt)
+        try:
             return self.tokenizer.encode(prompt, add_special_tokens=True)
-        return list(prompt)
+        except ModelError as why:
+            raise ApiError(400, str(why), param="prompt") from None
 
     def thoughts(self, ticket: Ticket, format: str | None) -> Thoughts | None:
         """What tells a reply's thoughts from its answer; None: all is text. What keeps to a grammar has no thoughts."""
