@@ -253,9 +253,12 @@ def _parting(text: str, shared: str, template: Template) -> int:
 def _as_shown(reply: str, text: str, turn: Mapping[str, Any]) -> str | None:
     """What of a reply `text` begins with: all of it, or all but the thought that it begins with."""
     answer = str(turn.get("content") or "").rpartition("</think>")[2].strip()
-    for k in range(len(reply)):
+    k, head = 0, text[:64]
+    while k < len(reply):
         if text.startswith(reply[k:]):
             return reply[k:] if answer in reply[k:] else None
+        found = reply.find(head, k + 1)
+        k = found if found >= 0 else max(k + 1, len(reply) - len(head) + 1)  # behind it there are shorter ends alone
     return None
 
 

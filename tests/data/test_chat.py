@@ -1,11 +1,13 @@
 """Which tokens carry loss, on the four common templates; formats; bad lines."""
 
 import json
+import random
 
 import pytest
 from data.fake_tokenizer import CHATML, END, GEMMA, TEMPLATES, FakeTokenizer
 
 from riftco.data import DataError, load_examples, parse_record, render
+from riftco.data.chat import _as_shown
 
 TURNS = [
     {"role": "user", "content": "What is two?"},
@@ -130,6 +132,30 @@ def test_a_thought_of_an_earlier_reply_is_not_trained_on_where_the_template_leav
     assert trained(example, tokenizer) == ["A number.<|im_end|>", "Also  one<|im_end|>"]
     example = render(parse_record({"messages": turns[:2]}), tokenizer)
     assert trained(example, tokenizer) == ["<think>hm</think>A number.<|im_end|>"]
+
+
+def test_the_part_of_a_reply_that_is_shown_is_the_longest_that_the_text_begins_with():
+    rng = random.Random(3)
+    for n in (0, 1, 40, 63, 64, 65, 130, 300):
+        for _ in range(20):
+            reply = "".join(rng.choices("ab", weights=(9, 1), k=n))
+            text = reply[rng.randint(0, n) :] + "".join(rng.choices("ab", k=rng.randint(0, 80)))
+            want = next((reply[k:] for k in range(n) if text.startswith(reply[k:])), None)
+            assert _as_shown(reply, text, {}) == want
+
+
+def test_long_thoughts_are_told_from_the_answer_in_one_pass():
+    """The pieces of what follows are not copied for each character of a thought: that took minutes."""
+    read = list[int]()
+
+    class Text(str):
+        def startswith(self, prefix):
+            read.append(len(prefix))
+            return super().startswith(prefix)
+
+    reply = "<think>" + "hm " * 10**4 + "</think>A number."
+    assert _as_shown(reply, Text("A number. And so on, which is more than sixty-four characters of text."), {})
+    assert sum(read) < 3 * len(reply)
 
 
 CALLING = (

@@ -53,6 +53,23 @@ def test_what_carries_no_loss(device, kind, ignore_index):
         assert not got[[1, 3, 5, 6]].any()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("ignore_index", [2**32, -(2**33), 2**40 + 8])
+def test_a_label_of_more_bits_than_the_labels_have_is_none_of_them(device, ignore_index):
+    """Its low bits are: 0 and 8, which carry loss."""
+    on = device.torch_device
+    x, target = torch.randn(2, 3, 9, device=on), torch.tensor([[0, 8, 3], [0, -1, 8]], dtype=torch.int32, device=on)
+
+    def losses(**options):
+        yield cross_entropy(x, target, **options)
+        for shift in (False, True):
+            yield linear_cross_entropy(x, torch.eye(9, device=on), target, shift=shift, **options)
+
+    with device.use():
+        for got, want in zip(losses(ignore_index=ignore_index), losses()):
+            assert torch.equal(got, want)
+
+
 def dense(x, ids, weights, softcap=None, logit_scale=1.0):
     """The loss against labels as wide as the vocabulary."""
     z = x * logit_scale

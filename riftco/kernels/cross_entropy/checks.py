@@ -98,6 +98,12 @@ def check_inplace(logits: Tensor, reduction: str, return_lse: bool, impl: str | 
         refuse(f"cannot write over expanded or overlapping logits; got strides {logits.stride()}")
 
 
+def ignored(ignore_index: int, target: Tensor) -> int:
+    """ignore_index, or where no label can be it -1, which is none either: PyTorch would compare its low bits."""
+    fits = torch.iinfo(target.dtype)
+    return ignore_index if fits.min <= ignore_index <= fits.max else -1
+
+
 def check_targets(target: Tensor, V: int, ignore_index: int) -> None:
     """IndexError naming the first target that is no class, as RIFTCO_CHECK=1 asks. Costs a synchronisation."""
     bad = ((target >= V) & (target != ignore_index)).flatten().nonzero()

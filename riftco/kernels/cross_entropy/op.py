@@ -8,7 +8,7 @@ from torch import Tensor
 from .._arguments import flags
 from .._contract import Function, checks_enabled, choose, define, needs_grad, once_differentiable
 from . import spec
-from .checks import check, check_inplace, check_options, check_targets, class_weight_for
+from .checks import check, check_inplace, check_options, check_targets, class_weight_for, ignored
 
 HERE = "riftco.kernels.cross_entropy"
 INPUTS = "Tensor target, Tensor? row_weight, Tensor? class_weight"
@@ -240,6 +240,7 @@ def cross_entropy(
     flags("cross_entropy", inplace=inplace, return_lse=return_lse, return_metrics=return_metrics)
     check("cross_entropy", logits, target, weight, row_weight, reduction, denominator, impl)
     check_options("cross_entropy", ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    ignore_index = ignored(ignore_index, target)
     if checks_enabled():
         check_targets(target, logits.shape[-1], ignore_index)
     options: Any = (ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0), float(logit_scale))

@@ -7,7 +7,7 @@ from .._arguments import flags
 from .._contract import Function, checks_enabled, define, needs_grad, once_differentiable
 from .._frozen_weight import FrozenWeight
 from ..cross_entropy import op as cross_entropy
-from ..cross_entropy.checks import check_options, check_targets, class_weight_for
+from ..cross_entropy.checks import check_options, check_targets, class_weight_for, ignored
 from ..cross_entropy.op import Metrics
 from . import sharded, spec
 from .checks import OP, autocast, check, check_kinds, check_lora, check_sharded, is_shard, shifted, taken_apart
@@ -274,6 +274,7 @@ def linear_cross_entropy(
         }  # fmt: skip
         check_sharded(x, weight, target, bias, row_weight, given_up, reduction, denominator)
         check_options(OP, ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+        ignore_index = ignored(ignore_index, target)
         options = (ignore_index, float(z_loss), float(softcap or 0.0), float(logit_scale), slice_bytes, n_labelled)
         loss, lse, target = sharded.losses(x, weight, target, bias, row_weight, options)
         if reduction == "mean":
@@ -285,6 +286,7 @@ def linear_cross_entropy(
         return (loss, lse) if return_lse else loss
     check_kinds(x, weight, target, bias, row_weight, class_weight, topk)
     check_options(OP, ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    ignore_index = ignored(ignore_index, target)
     x, weight, bias = autocast(x, weight, bias)
     a, b, scale = (None, None, 1.0) if lora is None else check_lora(lora)
     if shift:
