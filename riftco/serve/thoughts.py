@@ -16,15 +16,20 @@ class Thoughts:
 
     Args:
         inside: the prompt has opened it.
+        begun: and has some of it, or of its answer, already.
 
     Attributes:
         inside: it is being written.
     """
 
-    def __init__(self, inside: bool = False):
+    def __init__(self, inside: bool = False, begun: bool = False):
         self.inside, self._held = inside, ""
-        self._undecided = not inside  # nothing but white space, or a part of the mark, was seen yet
-        self._marked = self._begun = self._closed = False  # its mark is behind; some of it was given; its end was seen
+        self._undecided = not inside and not begun  # nothing but white space, or a part of the mark, was seen yet
+        self._marked, self._begun, self._closed = (
+            begun,
+            begun,
+            False,
+        )  # its mark is behind; some of it was given; its end was seen
 
     def add(self, text: str) -> list[tuple[bool, str]]:
         self._held += text
@@ -77,8 +82,10 @@ class Thoughts:
             self._held, self.inside, self._closed = self._held[at + len(CLOSE) :], False, True
 
 
-def thoughts_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> Thoughts | None:
-    """For a reply to this prompt; None where the chat template knows of no thoughts."""
+def thoughts_of(tokenizer: Tokenizer, prompt: Sequence[int], begun: str = "") -> Thoughts | None:
+    """For a reply to this prompt, which goes on with `begun`; None where the chat template knows of no thoughts."""
     if not tokenizer.has_chat_template or CLOSE not in tokenizer.template():
         return None
+    if begun.strip():
+        return Thoughts(begun.lstrip().startswith(OPEN) and CLOSE not in begun, begun.strip() != OPEN)
     return Thoughts(tokenizer.decode(prompt[-TAIL:]).rstrip().endswith(OPEN))

@@ -84,6 +84,32 @@ def test_chat(gpt, made, opened):
     assert chunks[-1].usage.completion_tokens_details == answer.usage.completion_tokens_details
 
 
+@pytest.mark.parametrize(
+    ("begun", "said", "wanted"),
+    [
+        ("<think>\nIt was", f" there.</think>\n\n{ANSWER}", (" there.", ANSWER)),
+        ("<think>\n", f"{THOUGHT}</think>{ANSWER}", (THOUGHT, ANSWER)),
+        ("<think>It was.</think>", ANSWER, ("", ANSWER)),
+        ("Write <think>", f"x</think>{ANSWER}", ("", f"x</think>{ANSWER}")),
+        ("Write", " <think>x</think>", ("", " <think>x</think>")),
+    ],
+)
+def test_a_reply_that_goes_on_with_a_thought(gpt, claude, made, begun, said, wanted):
+    ask = {"model": "m", "messages": [*ASK, {"role": "assistant", "content": begun}]}
+    more = {"continue_final_message": True}
+    with says(made, said):
+        message = gpt.chat.completions.create(**ask, extra_body=more).choices[0].message
+        chunks = list(gpt.chat.completions.create(**ask, extra_body=more, stream=True))
+        blocks = claude.messages.create(**ask, max_tokens=200).content
+    assert (message.model_extra.get("reasoning_content", ""), message.content) == wanted
+    deltas = [c.choices[0].delta for c in chunks]
+    streamed = "".join(d.model_extra.get("reasoning_content") or "" for d in deltas)
+    assert (streamed, "".join(d.content or "" for d in deltas)) == wanted
+    by_kind = {block.type: block for block in blocks}
+    assert by_kind["text"].text == wanted[1]
+    assert getattr(by_kind.get("thinking"), "thinking", "") == wanted[0]
+
+
 def test_it_goes_back_into_the_conversation(gpt, made):
     """Where a template has a place for it; the others do not show it."""
     with says(made, SAID):

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from ..calls import Call
 from ..requests import Ticket
+from ..thoughts import Thoughts
 from .asked import Asked, function_of, must, of_schema
 from .errors import ApiError
 from .generation import Called, End, Piece, Thought, generation
@@ -130,6 +131,11 @@ def prompt_asked(body: Asks, asked: Asked) -> tuple[list[dict[str, Any]], dict[s
     return turns, asked.options(body.chat_template_kwargs), go_on
 
 
+def thoughts_asked(service: Service, body: MessagesRequest, ticket: Ticket) -> Thoughts | None:
+    turns, _, go_on = prompt_asked(body, Asked())
+    return service.thoughts(ticket, body.reasoning_format, turns[-1]["content"] if go_on else "")
+
+
 async def messages_ticket(service: Service, body: MessagesRequest, caller: str) -> Ticket:
     asked = messages_asked(body)
     asked.check_learn(body.learn)
@@ -165,7 +171,7 @@ def tool_use(call: Call) -> dict[str, Any]:
 
 async def messages_answer(service: Service, body: MessagesRequest, ticket: Ticket) -> dict[str, Any]:
     content: list[dict[str, Any]] = []
-    reader, thoughts = messages_asked(body).reader(service), service.thoughts(ticket, body.reasoning_format)
+    reader, thoughts = messages_asked(body).reader(service), thoughts_asked(service, body, ticket)
     async for piece in generation(ticket, service.tokenizer, body.stop_sequences, reader, thoughts):
         if isinstance(piece, End):
             end = piece
@@ -229,7 +235,7 @@ def event(kind: str, **fields: Any) -> dict[str, str]:
 
 async def messages_stream(service: Service, body: MessagesRequest, ticket: Ticket) -> AsyncIterator[dict[str, str]]:
     blocks, reader, started = Blocks(), messages_asked(body).reader(service), False
-    thoughts = service.thoughts(ticket, body.reasoning_format)
+    thoughts = thoughts_asked(service, body, ticket)
     waits = reader is not None or thoughts is not None  # where calls or thoughts may come, a block waits for its text
 
     def start(prompt: int, cached: int) -> dict[str, str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..calls import Call, Reader
+from ..conversation import plain_messages
 from ..requests import Ticket
 from ..sampling import Chosen
 from ..thoughts import Thoughts
@@ -47,6 +48,11 @@ async def completion_tickets(service: Service, body: CompletionRequest, caller: 
     """`n` for each prompt."""
     prompts = [await service.away(service.tokens_of, prompt) for prompt in body.prompts()]
     return _submitted(service, prompts, body, body.logprobs, body.max_tokens, caller)
+
+
+def begun(body: ChatRequest) -> str:
+    """The text that the reply goes on with."""
+    return plain_messages(body.messages[-1:])[0]["content"] if body.continue_final_message else ""
 
 
 def _submitted(
@@ -171,7 +177,7 @@ async def chat_stream(service: Service, body: ChatRequest, tickets: list[Ticket]
         return json.dumps(shape.chunk([choice], **more))
 
     def pieces(ticket: Ticket) -> AsyncIterator[Made]:
-        thoughts = service.thoughts(ticket, body.reasoning_format)
+        thoughts = service.thoughts(ticket, body.reasoning_format, begun(body))
         return _pieces(service, ticket, stops_of(body.stop), chat_asked(body).reader(service), thoughts)
 
     for i in range(len(tickets)):
@@ -274,7 +280,7 @@ async def whole(
 
 async def chat_answer(service: Service, body: ChatRequest, tickets: list[Ticket]) -> dict[str, Any]:
     def read(ticket: Ticket) -> Coroutine[Any, Any, Whole]:
-        thoughts = service.thoughts(ticket, body.reasoning_format)
+        thoughts = service.thoughts(ticket, body.reasoning_format, begun(body))
         return whole(service, ticket, stops_of(body.stop), chat_asked(body).reader(service), thoughts)
 
     shape, made = Shape(service, "chat.completion", body.model), await every([read(t) for t in tickets])

@@ -116,13 +116,14 @@ class Service:
         except ModelError as why:
             raise ApiError(400, str(why), param="prompt") from None
 
-    def thoughts(self, ticket: Ticket, format: str | None) -> Thoughts | None:
-        """What tells a reply's thoughts from its answer; None: all is text. What keeps to a grammar has no thoughts."""
+    def thoughts(self, ticket: Ticket, format: str | None, begun: str = "") -> Thoughts | None:
+        """What tells a reply's thoughts from its answer; None: all is text. What keeps to a grammar has no thoughts.
+        `begun`: the text that the reply goes on with."""
         asked = self.reasoning if format is None else format != "none"
         grammar = ticket.request.grammar
         if not asked or (grammar is not None and grammar.whole):
             return None
-        return thoughts_of(self.tokenizer, ticket.request.prompt)
+        return thoughts_of(self.tokenizer, ticket.request.prompt, begun)
 
     def submit(
         self,
