@@ -151,18 +151,27 @@ def read_adapter(folder: str | os.PathLike, model: torch.nn.Module) -> tuple[Lor
 
 def _of_text_model(spec: LoraSpec, state: dict[str, Tensor]) -> tuple[LoraSpec, dict[str, Tensor]]:
     """An adapter that was trained on a model with images, by the names of its text model alone."""
-    renamed = {}
-    for key, tensor in state.items():
-        name = key.removeprefix(PREFIX)
-        for prefix, own in TEXT.items():
-            if name.startswith(prefix):
-                key = PREFIX + own + name.removeprefix(prefix)
-        renamed[key] = tensor
-    if renamed.keys() == state.keys() or not isinstance(spec.target_modules, str):
+    renamed = {
+        PREFIX + _own(key.removeprefix(PREFIX)) if key.startswith(PREFIX) else key: tensor
+        for key, tensor in state.items()
+    }
+    if renamed.keys() == state.keys():
         return spec, renamed
-    # an expression may name what is not here: the layers are those that the file has
-    layers = {k.removeprefix(PREFIX).rpartition(".lora_")[0] for k in renamed if ".lora_A." in k}
-    return replace(spec, target_modules=tuple(sorted(layers))), renamed
+    targets = spec.target_modules
+    if isinstance(targets, str):  # an expression may name what is not here: the layers are those that the file has
+        layers = {k.removeprefix(PREFIX).rpartition(".lora_")[0] for k in renamed if ".lora_A." in k}
+        targets = tuple(sorted(layers))
+    return replace(
+        spec,
+        target_modules=tuple(map(_own, targets)),
+        rank_pattern={_own(name): rank for name, rank in spec.rank_pattern.items()},
+        alpha_pattern={_own(name): alpha for name, alpha in spec.alpha_pattern.items()},
+    ), renamed
+
+
+def _own(name: str) -> str:
+    """A text model's name for its layer, of the name that a model with images has."""
+    return next((own + name.removeprefix(prefix) for prefix, own in TEXT.items() if name.startswith(prefix)), name)
 
 
 def _weights(folder: str | os.PathLike) -> dict[str, Tensor]:

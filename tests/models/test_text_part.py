@@ -88,7 +88,15 @@ def test_what_a_published_config_leaves_out():
     assert config.tie_word_embeddings and config.final_softcap == 0
 
 
-@pytest.mark.parametrize("targets", [["q_proj", "down_proj"], r".*language_model.*\.(q_proj|down_proj)"])
+WHOLE = "model.language_model.layers.0."  # a layer by its whole name
+TARGETS = {
+    "ends": ["q_proj", "down_proj"],
+    "expression": r".*language_model.*\.(q_proj|down_proj)",
+    "names": [f"{WHOLE}self_attn.q_proj", f"{WHOLE}mlp.down_proj"],
+}
+
+
+@pytest.mark.parametrize("targets", TARGETS.values(), ids=TARGETS)
 def test_an_adapter_of_the_whole_model_is_one_of_its_text_model(with_images, tmp_path, targets):
     """As PEFT writes it, with names of the model with images."""
     peft = pytest.importorskip("peft")
@@ -97,6 +105,7 @@ def test_an_adapter_of_the_whole_model_is_one_of_its_text_model(with_images, tmp
 
     folder, reference = with_images
     of_text = {"exclude_modules": r".*vision_tower.*"} if isinstance(targets, list) else {}
+    of_text |= {"rank_pattern": {f"{WHOLE}mlp.down_proj": 2}, "alpha_pattern": {f"{WHOLE}mlp.down_proj": 3}}
     adapted = peft.get_peft_model(copy.deepcopy(reference), peft.LoraConfig(r=4, target_modules=targets, **of_text))
     with torch.no_grad():
         for name, p in adapted.named_parameters():
