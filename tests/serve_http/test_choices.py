@@ -77,6 +77,12 @@ def test_bad_requests(gpt, made, why):
         gpt.completions.create(model="m", max_tokens=2, **BAD[why])
 
 
+def test_too_many_prompts_are_refused_before_one_is_read(gpt, made, monkeypatch):
+    monkeypatch.setattr(made, "tokens_of", None)
+    with pytest.raises(openai.BadRequestError, match="300 choices at once; at most 256 turns may wait"):
+        gpt.completions.create(model="m", prompt=["a"] * 300)
+
+
 def test_choices_that_find_no_room_leave_none_waiting(gpt, made, monkeypatch):
     with made.scheduler.lock:  # nobody gets a slot
         others = [made.submit([1, 2], Sampling(), 1) for _ in range(3)]

@@ -32,6 +32,7 @@ def chat_asked(body: ChatRequest) -> Asked:
 
 async def chat_tickets(service: Service, body: ChatRequest, caller: str) -> list[Ticket]:
     """One for each of the `n` choices."""
+    _check_turns(service, body.n)
     asked = chat_asked(body)
     asked.check_learn(body.learn)
     grammar = await asked.grammar(service)
@@ -46,8 +47,16 @@ async def chat_tickets(service: Service, body: ChatRequest, caller: str) -> list
 
 async def completion_tickets(service: Service, body: CompletionRequest, caller: str) -> list[Ticket]:
     """`n` for each prompt."""
-    prompts = [await service.away(service.tokens_of, prompt) for prompt in body.prompts()]
+    given = body.prompts()
+    _check_turns(service, len(given) * body.n)  # before a text is read
+    prompts = [await service.away(service.tokens_of, prompt) for prompt in given]
     return _submitted(service, prompts, body, body.logprobs, body.max_tokens, caller)
+
+
+def _check_turns(service: Service, turns: int) -> None:
+    """Refuse more than can ever wait: again later is no remedy."""
+    if turns > (most := service.scheduler.limit):
+        raise ApiError(400, f"{turns} choices at once; at most {most} turns may wait; send fewer", param="n")
 
 
 def begun(body: ChatRequest) -> str:
@@ -62,9 +71,6 @@ def _submitted(
     """A turn for each choice, or none of them; each draws by a seed of its own."""
     if body.learn is not None and len(prompts) * body.n > 1:
         raise ApiError(400, "a turn that is learned has one prompt, and n of 1", param="learn")
-    turns, most_waiting = len(prompts) * body.n, service.scheduler.limit
-    if turns > most_waiting:  # again later is no remedy
-        raise ApiError(400, f"{turns} choices at once; at most {most_waiting} turns may wait; send fewer", param="n")
     sampling, tickets = body.sampling(logprobs), list[Ticket]()
     try:
         for prompt in prompts:
