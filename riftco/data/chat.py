@@ -175,6 +175,11 @@ def _plain(record: Record, template: Template, line: int) -> Example:
         tokens, offsets = template.encode_with_offsets(record.text)
         around = next((n for n in range(len(ids)) if ids[n : n + len(tokens)] == tokens), 0)
         read = sum(start < record.prompt for start, _ in offsets)
+        if read == len(tokens):
+            raise DataError(
+                "nothing to train on: the completion lies in a token that begins in the prompt; white space between "
+                "them belongs to the completion"
+            )
         weights[: around + read] = [0.0] * (around + read)
     if template.eos_id is not None and ids[-1:] != [template.eos_id]:
         ids, weights = [*ids, template.eos_id], [*weights, 1.0]

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import pytest
 from data.fake_tokenizer import CHATML, END, GEMMA, TEMPLATES, FakeTokenizer
@@ -224,6 +225,27 @@ def test_loss_is_on_the_completion_alone():
     example = render(parse_record({"prompt": TURNS[:3], "completion": TURNS[3:]}), tokenizer)
     assert trained(example, tokenizer) == ["Also  one<|im_end|>"]
     assert tokenizer.decode(example.ids) == tokenizer.render_chat(TURNS)
+
+
+class Words(FakeTokenizer):
+    """A word is a token, with the space before it."""
+
+    def encode_with_offsets(self, text):
+        found = list(re.finditer(r" ?\w+|.", text))
+        return [self._id(m.group()) for m in found], [m.span() for m in found]
+
+    def encode(self, text, *, add_special_tokens=False):
+        return self.encode_with_offsets(text)[0]
+
+
+def test_a_completion_within_a_token_of_the_prompt_is_refused():
+    tokenizer = Words()
+    with pytest.raises(DataError, match="white space between them belongs to the completion"):
+        render(parse_record({"prompt": "Is it? ", "completion": "yes"}), tokenizer)
+    example = render(parse_record({"prompt": "Is it?", "completion": " yes"}), tokenizer)
+    assert trained(example, tokenizer) == [" yes</s>"]
+    example = render(parse_record({"prompt": "Is it? ", "completion": "yes it is"}), tokenizer)
+    assert trained(example, tokenizer) == [" it is</s>"]
 
 
 class Begins(FakeTokenizer):
