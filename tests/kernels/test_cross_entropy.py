@@ -209,7 +209,8 @@ def test_errors(monkeypatch):
         ("rows", "d = tl.where(v == y, hot, d)", "d = tl.where(v == y, -hot, d)", "odd sizes"),
         ("rows", "tl.store(g_row + y * stride_g, hot", "tl.store(g_row + y * stride_g, a", "own denominator"),
         ("pieces", "    s = s * decay + tl", "    s = s + tl", "several blocks of V"),
-        ("pieces", "e = tl.where(v == y, 0.0, e)", "e = e", "odd sizes"),
+        ("pieces", "LEAN and here:  #", "LEAN and y < 0:  #", "odd sizes"),
+        ("pieces", "e = tl.where(v == y, 0.0, e)", "e = e", "smoothing"),
         ("rows", "lse * lse)) * row_weight", "lse * lse))", "row weights, none"),
         ("rows", "up = (tl.load(up_ptr + n * stride_up).to(tl.float32) if HAS_UP else 0.0)",
          "up = (tl.load(up_ptr).to(tl.float32) if HAS_UP else 0.0)", "odd sizes"),
@@ -217,8 +218,9 @@ def test_errors(monkeypatch):
         ("pieces", "g *= 1 - (u / cap) * (u / cap)", "g *= 1 + (u / cap) * (u / cap)", "softcap"),
         ("pieces", "at = tl.where(top > best, first, at)", "at = first", "metrics, several blocks"),
         ("pieces", "h = (h + s * tl.where(s > 0, m - new, 0.0)) * decay", "h = h * decay", "metrics, several blocks"),
-        ("rows", "pieces.times(2 * z_loss, lse)", "pieces.times(z_loss, lse)", "z_loss"),
-        ("rows", "V, smoothing, CLASS)\n        lse =", "V, 0.0, CLASS)\n        lse =", "smoothing"),
+        ("rows", "over += 2 * z_loss", "over += z_loss", "z_loss"),
+        ("rows", "a * up * rest_p", "a * up", "own denominator"),
+        ("rows", "V, smoothing, CLASS, SMOOTH)\n        if", "V, 0.0, CLASS, SMOOTH)\n        if", "smoothing"),
     ],
 )  # fmt: skip
 def test_planted_bugs(module, old, new, case):

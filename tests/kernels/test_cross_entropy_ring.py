@@ -21,23 +21,23 @@ from riftco.kernels.cross_entropy.route import LINE, Ring, route
 TESTS = pathlib.Path(__file__).parents[1]
 BF, HALF = torch.bfloat16, torch.float16
 SHARED = 227 << 10  # bytes that a Hopper block may have
-VOCABULARIES = (32000, 32064, 49152, 65536, 102400, 128256, 151936, 152064, 201088, 256000, 262144, 262208, 327680)
+VOCABULARIES = (49216, 57344, 65536, 102400, 128256, 151936, 152064, 201088, 256000, 262144, 262208, 327680)
 
 
 # ------------------------------------------------------------------------------------------------ routes
 def test_the_ring_is_for_long_plain_rows_on_hopper():
-    assert route(8192, 32000, BF, (9, 0)).name == "ring"
+    assert route(8192, 57344, BF, (9, 0)).name == "ring"
     for N, V, dtype, capability, aligned, options, why in (
-        (8192, 32000, BF, (8, 0), True, (), "capability"),
-        (8192, 32000, BF, (10, 0), True, (), "capability"),
-        (8192, 32000, BF, None, True, (), "none is here"),
-        (8192, 32000, torch.float32, (9, 0), True, (), "16 bits"),
+        (8192, 57344, BF, (8, 0), True, (), "capability"),
+        (8192, 57344, BF, (10, 0), True, (), "capability"),
+        (8192, 57344, BF, None, True, (), "none is here"),
+        (8192, 57344, torch.float32, (9, 0), True, (), "16 bits"),
         (8192, 50257, BF, (9, 0), True, (), "multiple"),
-        (8192, 512, BF, (9, 0), True, (), "fewer"),
-        (5, 32000, BF, (9, 0), True, (), "fewer"),
-        (8192, 32000, BF, (9, 0), False, (), "16 bytes"),
+        (8192, 49152, BF, (9, 0), True, (), "faster"),
+        (5, 57344, BF, (9, 0), True, (), "fewer"),
+        (8192, 57344, BF, (9, 0), False, (), "16 bytes"),
         (8192, 1 << 24, BF, (9, 0), True, (), "more"),
-        (8192, 32000, BF, (9, 0), True, ("softcap", "metrics"), "metrics, softcap"),
+        (8192, 57344, BF, (9, 0), True, ("softcap", "metrics"), "metrics, softcap"),
     ):
         found = route(N, V, dtype, capability, aligned, frozenset(options))
         assert found.name == "rows" and found.ring is None and why in found.why, (found, why)
@@ -57,7 +57,7 @@ def test_rows_that_no_bulk_copy_reads_keep_the_other_kernel():
     def of(x, strides):
         return room.of_call(x.to("meta"), 4096, strides, frozenset()).name
 
-    assert of(torch.empty(1, 32000, dtype=BF), (4096, 0, 32000)) == "rows"  # not on a GPU
+    assert of(torch.empty(1, 57344, dtype=BF), (4096, 0, 57344)) == "rows"  # not on a GPU
 
 
 def test_rows_that_a_bulk_copy_reads():
@@ -170,7 +170,7 @@ def test_a_ring_that_does_not_hold_a_row_would_wait_for_ever():
 
 # ------------------------------------------------------------------------------------------------ compiling
 @pytest.mark.parametrize(
-    "V,dtype", [(32000, "bfloat16"), (128256, "bfloat16"), (262144, "bfloat16"), (32000, "float16")]
+    "V,dtype", [(57344, "bfloat16"), (128256, "bfloat16"), (262144, "bfloat16"), (57344, "float16")]
 )
 def test_compiles_for_hopper(V, dtype):
     """Nothing spills, the ring fits, and a slot is freed behind the stores of what was read from it: a load from
@@ -254,7 +254,7 @@ class TestOnHopper:
     pytestmark = hopper
 
     @pytest.mark.parametrize("N", [1, 5, 131, 300, 1000])
-    @pytest.mark.parametrize("V", [32000, 32064, 128256])
+    @pytest.mark.parametrize("V", [57344, 57408, 128256])
     def test_few_and_many_rows(self, N, V):
         _check(_logits(N, V), _labels(N, V), up=torch.rand(N, device="cuda") - 0.3)
 
@@ -274,7 +274,7 @@ class TestOnHopper:
             for N in (1, 40, 600):
                 _check(_logits(N, V), _labels(N, V), ring=ring)
 
-    @pytest.mark.parametrize("V", [32000, 128256, 262144])
+    @pytest.mark.parametrize("V", [57344, 128256, 262144])
     @pytest.mark.parametrize("dtype", [BF, HALF])
     def test_rows_of_weight_zero_int32_labels_and_both_dtypes(self, V, dtype):
         w = torch.rand(300, device="cuda") + 0.5
@@ -284,7 +284,7 @@ class TestOnHopper:
         _check(x, _labels(300, V).clamp(max=2**31 - 1).int(), w, torch.rand(300, device="cuda"))
 
     @pytest.mark.parametrize("z_loss", [0.0, 1e-4])
-    @pytest.mark.parametrize("V", [32000, 128256])
+    @pytest.mark.parametrize("V", [57344, 128256])
     def test_infinities_and_nan(self, V, z_loss):
         x, y = _logits(40, V), torch.randint(9, V, (40,), device="cuda")
         x[0], x[1, 5], x[2, V // 2], x[3, V - 1], x[4] = -torch.inf, torch.inf, torch.nan, -torch.inf, 0.0
@@ -294,7 +294,7 @@ class TestOnHopper:
         x[9] *= 1000
         _check(x, y, z_loss=z_loss, extremes=True)
 
-    @pytest.mark.parametrize("V", [32000, 151936])
+    @pytest.mark.parametrize("V", [57344, 151936])
     def test_strided_and_shifted_rows_in_place(self, V):
         """Rows 16 bytes apart, and [B, T - 1, V] of longer sequences; what lies between is not touched."""
         whole = _logits(300, V + 8)
@@ -309,10 +309,10 @@ class TestOnHopper:
     @pytest.mark.parametrize("inplace", [False, True])
     def test_through_the_public_function(self, inplace):
         N = room.FEW
-        x, y = _logits(N, 32000), _labels(N, 32000).clamp(max=31999)
+        x, y = _logits(N, 57344), _labels(N, 57344).clamp(max=57343)
         a, b = x.clone().requires_grad_(), x.double().requires_grad_()
         logits = 1 * a  # no leaf, which may not be written over
-        assert room.of_call(x, N, (N, 0, 32000), frozenset()).name == "ring"
+        assert room.of_call(x, N, (N, 0, 57344), frozenset()).name == "ring"
         loss, want = cross_entropy(logits, y, inplace=inplace), cross_entropy(b, y, impl="spec")
         (loss * 2).backward()
         (want * 2).backward()

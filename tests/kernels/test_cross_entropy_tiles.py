@@ -10,13 +10,15 @@ import support
 import torch
 
 from riftco.functional import cross_entropy
-from riftco.kernels.cross_entropy import op
+from riftco.kernels.cross_entropy import op, spec
+from riftco.kernels.cross_entropy.cuda import launch
 from riftco.kernels.cross_entropy.cuda.route import plan
 
 DEVICES = support.device_params(("cpu-triton", "cuda"))
 # V -> what plan gives for bfloat16 rows that lie at multiples of 16 bytes
 ROUTES = {
-    48: (1, 1, 8, 1), 16400: (16, 1, 8, 1), 40960: (16, 2, 8, 1), 65536: (32, 2, 8, 2), 70000: (32, 2, 8, 2),
+    48: (1, 1, 8, 1, None), 16400: (16, 1, 8, 1, None), 40960: (16, 2, 8, 1, None), 65536: (32, 2, 8, 2, None),
+    70000: (32, 2, 8, 2, None),
 }  # fmt: skip
 
 
@@ -46,6 +48,37 @@ def test_every_route(device, V, options, first):
     if "return_metrics" in options:
         for one, other in zip(got[1], want[1]):
             torch.testing.assert_close(one.cpu().to(other.dtype), other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy, of infinities
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("V", [16400, 24576, 32000, 40960, 49152, 65520])
+def test_nothing_kept(device, V, dtype, inplace):
+    """Rows of 16 bits read twice: whole tiles and more, labels in every place and none, rows that are not finite."""
+    chosen = plan(V, 2, True, False, True, True)
+    assert chosen.keep == 0 and chosen.registers
+    tile = 32 * chosen.warps * chosen.R * chosen.E
+    whole = V // tile * tile
+    x = (3 * torch.randn(12, V)).to(dtype)
+    y = torch.tensor([0, V - 1, whole - 1, whole % V, -100, 5, 6, 7, 8, 9, tile, 2**40])
+    x[0, 0], x[1, V - 1], x[4] = 30.0, 12.0, torch.nan
+    x[5], x[6], x[7, 7], x[8, 8], x[9, V - 1] = -torch.inf, -torch.inf, torch.inf, -torch.inf, torch.nan
+    x[6, 6] = 1.0  # the label is the only class
+    d_loss = torch.rand(12) + 0.5
+    want = spec.forward_backward(x.double(), y, None, None, d_loss.double(), -100, 0.0, 1e-4, 0.0, 1.0, False)
+    to = device.torch_device
+    with device.use(), support.poisoned():
+        options = (y.to(to), None, None, d_loss.to(to), -100, 0.0, 1e-4, 0.0, 1.0, False)
+        mine = x.to(to)
+        got = launch.forward_backward(mine, *options, inplace)
+    assert (got[-1] is mine) == inplace
+    for a, b in zip(got[:1], want):
+        torch.testing.assert_close(a.cpu().double(), b, rtol=3e-6, atol=3e-6, equal_nan=True)
+    half = (2**-8 if dtype == torch.bfloat16 else 2**-11) * (1.02 if device.name == "cuda" else 2.04)
+    torch.testing.assert_close(got[-1].cpu().double(), want[-1], rtol=half, atol=1.3e-7, equal_nan=True)
+    assert not got[-1][4].any()
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -49,21 +49,24 @@ def numbers_of(options: tuple) -> tuple:
 @functools.lru_cache(1024)
 def fixed(
     V: int, stride: int, itemsize: int, aligned: bool, row_weight: bool, classes: bool, smooth: bool, softcap: bool,
-    metrics: bool,
+    metrics: bool, both: bool,
 ) -> Fixed:  # fmt: skip
-    """aligned: rows begin at multiples of 16 bytes, their classes one behind the other."""
-    chosen = plan(V, itemsize, aligned, metrics, V % 16 == 0 and not (smooth or softcap))
+    """aligned: rows begin at multiples of 16 bytes, their classes one behind the other; both: loss and gradient."""
+    chosen = plan(V, itemsize, aligned, metrics, V % 16 == 0 and not (smooth or softcap), both)
     constants = {
         "HAS_ROW_WEIGHT": row_weight, "CLASS": classes, "SMOOTH": smooth, "SOFTCAP": softcap,
         "WIDE": (V + chosen.R * chosen.T * chosen.E) * stride > LARGEST_INT,
         "R": chosen.R, "T": chosen.T, "E": chosen.E, "num_warps": chosen.warps,
+        "maxnreg": chosen.registers,
     }  # fmt: skip
     used = {"metrics": metrics, "weight": classes, "softcap": softcap, "smoothing": smooth}
     return Fixed(constants, chosen.keep, frozenset(name for name, held in used.items() if held))
 
 
-def _rows(logits, row_weight, class_weight, options: tuple, fresh: bool, metrics: bool = False) -> _Rows:
-    """fresh: a gradient is written to contiguous rows of its own."""
+def _rows(
+    logits, row_weight, class_weight, options: tuple, fresh: bool, metrics: bool = False, both: bool = False
+) -> _Rows:
+    """fresh: a gradient is written to contiguous rows of its own; both: beside the loss."""
     _, label_smoothing, _, softcap, _ = options
     V = logits.shape[-1]
     x, inner, outer, step = as_rows(logits)
@@ -72,7 +75,7 @@ def _rows(logits, row_weight, class_weight, options: tuple, fresh: bool, metrics
     aligned = stride == 1 and outer % 16 == step % 16 == x.data_ptr() % 16 == 0 and (even or not fresh)
     chosen = fixed(
         V, stride, x.dtype.itemsize, aligned, row_weight is not None, class_weight is not None, label_smoothing > 0,
-        softcap > 0, metrics,
+        softcap > 0, metrics, both,
     )  # fmt: skip
     weight_sum = None if class_weight is None else class_weight.sum()
     row_weight = None if row_weight is None else row_weight.contiguous()
@@ -98,7 +101,8 @@ def _forward(logits, target, row_weight, class_weight, d_loss, g: Tensor | None,
     if metrics:
         out.append(torch.empty(target.shape, dtype=torch.int64, device=logits.device))
     if N and V:
-        rows = _rows(logits, row_weight, class_weight, options, g is not None and g is not logits, metrics)
+        beside = g is not None and g is not logits
+        rows = _rows(logits, row_weight, class_weight, options, beside, metrics, g is not None)
         inner, *x_strides = rows.strides
         if g is logits:  # as_rows must not have copied what is to be written over
             g_strides = x_strides
@@ -116,6 +120,8 @@ def _forward(logits, target, row_weight, class_weight, d_loss, g: Tensor | None,
                 stride_up, out, options[0], options[2], options[4], ring,
             )  # fmt: skip
             return *out, *no_metrics(logits)
+        if inner == N:  # one stride describes them: no row is divided
+            inner, x_strides, g_strides = 1, [x_strides[1], 0, x_strides[2]], [g_strides[1], 0, g_strides[2]]
         with on(logits):
             kernels.forward_rows[(N,)](
                 rows.x, g, target.contiguous(), rows.row_weight, rows.class_weight, rows.weight_sum, up,

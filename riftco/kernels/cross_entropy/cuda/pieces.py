@@ -51,6 +51,15 @@ def log1p(x):
 
 
 @triton.jit
+def log_of(total, others):
+    """log(total), which is others + exp(s (u_y - top)); to float32's accuracy where that is others + 1."""
+    one = (total == 1 + others) & (others < 1)
+    some = one & (total > 1)
+    lost = tl.where(some, others / tl.where(some, total - 1, 1.0), 1.0)  # what rounding 1 + others took away
+    return tl.where(one & (total == 1), others, tl.log(total) * lost)
+
+
+@triton.jit
 def times(z_loss, x):
     """z_loss * x; without a z_loss 0, also where x is infinite."""
     return tl.where(z_loss == 0.0, 0.0, z_loss * x)
@@ -81,18 +90,22 @@ def statistics(
 ):  # fmt: skip
     """One tile, from class `start` on, into the threads' running state.
 
-    m: the largest u, within the finite numbers; s: sum of exp(s (u - m)) without the label y, whose part would hide
-    the others' in a confident row; h: sum of exp(..) (u - m), also without y; q: sum of w (u - u_y), differences that
-    lose nothing; best, at: the largest logit as it came and where.
+    m: the largest u, within the finite numbers, y's among them or not; s: sum of exp(s (u - m)) without the label y,
+    whose part would hide the others' in a confident row; h: sum of exp(..) (u - m), also without y; q: sum of
+    w (u - u_y), differences that lose nothing; best, at: the largest logit as it came and where.
     """
     m, s, h, q, best, at = state
+    LEAN: tl.constexpr = not (SOFTCAP or SMOOTH or METRICS)
+    here = (y >= start) & (y < start + x.shape[0] * x.shape[1] * x.shape[2])
+    if LEAN and here:  # while x has 16 bits: a choice among the exponentials costs 20 registers
+        x = tl.where(v == y, tl.full([], -float("inf"), tl.float32).to(x.dtype), x)
     u = score(x, cap, slope, SOFTCAP)
     if TAIL and SOFTCAP:  # elements behind the row were loaded as -inf, which a softcap makes finite
         u = tl.where(v < V, u, -float("inf"))
     new = tl.minimum(tl.maximum(m, tl.max(tl.max(u, 2), 1)), LARGEST)
     d = u - new[:, None, None]
     e = tl.exp2(d * c)
-    if (y >= start) & (y < start + x.shape[0] * x.shape[1] * x.shape[2]):
+    if not LEAN and here:
         e = tl.where(v == y, 0.0, e)
     decay = tl.exp2(tl.maximum(m - new, -1e30) * c)  # 0 at the start, without an overflow
     if METRICS:
@@ -110,10 +123,10 @@ def statistics(
 
 
 @triton.jit
-def combined(state, c, METRICS: tl.constexpr, SMOOTH: tl.constexpr):
-    """The threads' states -> (top, s, h, q, argmax) of the row."""
+def combined(state, u_y, c, METRICS: tl.constexpr, SMOOTH: tl.constexpr):
+    """The threads' states and the label's u -> (top, s, h, q, argmax) of the row."""
     m, s, h, q, best, at = state
-    top = tl.max(m, 0)
+    top = tl.minimum(tl.maximum(tl.max(m, 0), u_y), LARGEST)  # NaN of no class counts for nothing
     decay = tl.exp2(tl.maximum(m - top, -1e30) * c)
     total = tl.sum(s * decay, 0)
     row_h = 0.0

@@ -15,11 +15,18 @@ def _label(target_ptr, row_weight_ptr, n, ignore_index, HAS_ROW_WEIGHT: tl.const
 
 
 @triton.jit
-def _weights_of(class_weight_ptr, weight_sum_ptr, y, V, smoothing, CLASS: tl.constexpr):
+def _weights_of(
+    class_weight_ptr, weight_sum_ptr, y, V, smoothing, CLASS: tl.constexpr, SMOOTH: tl.constexpr
+):  # fmt: skip
     """(a, smoothing / V sum(w), smoothing / V w[y]) of spec.backward."""
-    w_y = tl.load(class_weight_ptr + y, mask=y < V, other=0.0) if CLASS else 1.0
-    total = tl.load(weight_sum_ptr) if CLASS else V * 1.0
-    return (1 - smoothing) * w_y, smoothing / V * total, smoothing / V * w_y
+    a = tl.load(class_weight_ptr + y, mask=y < V, other=0.0) if CLASS else 1.0
+    rest = 0.0
+    even_y = 0.0
+    if SMOOTH:
+        even_y = smoothing / V * a
+        a = (1 - smoothing) * a
+        rest = smoothing / V * (tl.load(weight_sum_ptr) if CLASS else V * 1.0)
+    return a, rest, even_y
 
 
 @triton.jit
@@ -55,13 +62,16 @@ def forward_rows(
     KEEP: tl.constexpr, R: tl.constexpr, T: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """The row's statistics and loss; with GRAD its gradient in a second walk, from the end: the last tiles lie in L2,
-    the last KEEP of them stay in registers. x and g hold the rows from `first` on, all else holds all rows.
+    the last KEEP of them stay in registers; with KEEP = 0 all of the row is read twice. x and g hold the rows from
+    `first` on, all else holds all rows.
     """
-    n = tl.program_id(0).to(tl.int64)
-    row_of_all = first + n
+    n = tl.program_id(0)
+    outer = (n // inner).to(tl.int64)
+    within = (n % inner).to(tl.int64)
+    row_of_all = n.to(tl.int64) + first
     y, row_weight, live = _label(target_ptr, row_weight_ptr, row_of_all, ignore_index, HAS_ROW_WEIGHT)
     if GRAD:
-        g_row = g_ptr + (n // inner) * g_outer + (n % inner) * g_inner
+        g_row = g_ptr + outer * g_outer + within * g_inner
     loss = 0.0
     top = 0.0
     log_total = 0.0
@@ -70,19 +80,23 @@ def forward_rows(
     argmax = -1
     if live:
         c = s * 1.4426950408889634
-        row = x_ptr + (n // inner) * x_outer + (n % inner) * x_inner
+        row = x_ptr + outer * x_outer + within * x_inner
         o = pieces.offsets(R, T, E)
         BLOCK: tl.constexpr = R * T * E
         # read before the reductions, whose barriers keep it ahead of the stores that may overwrite it
         u_y = _picked(row, y, stride_x, V, cap, slope, SOFTCAP)
+        if GRAD:  # read here, where it costs no time
+            up = (tl.load(up_ptr + row_of_all * stride_up).to(tl.float32) if HAS_UP else 1.0) * row_weight * scale
         state = _start(T)
-        full = tl.maximum(tl.cdiv(V, BLOCK) - KEEP, 0)
+        full = tl.maximum(tl.cdiv(V, BLOCK) - KEEP, 0) if KEEP > 0 else V // BLOCK
+        short = (KEEP == 0) & (full * BLOCK < V)
+        hot_class = tl.where(y < V, y, -1).to(tl.int32)
         for b in range(full):
             v = b * BLOCK + o
             at = v.to(tl.int64) if WIDE else v
             x = tl.load(row + at * stride_x, eviction_policy="evict_last")
             state = pieces.statistics(
-                x, b * BLOCK, v, V, state, y, u_y, class_weight_ptr, cap, slope, c,
+                x, b * BLOCK, v, V, state, hot_class, u_y, class_weight_ptr, cap, slope, c,
                 SOFTCAP, CLASS, SMOOTH, METRICS, False,
             )  # fmt: skip
         kept = ()
@@ -94,33 +108,44 @@ def forward_rows(
         for i in tl.static_range(KEEP):
             v = (full + i) * BLOCK + o
             state = pieces.statistics(
-                kept[i], (full + i) * BLOCK, v, V, state, y, u_y, class_weight_ptr, cap, slope, c,
+                kept[i], (full + i) * BLOCK, v, V, state, hot_class, u_y, class_weight_ptr, cap, slope, c,
                 SOFTCAP, CLASS, SMOOTH, METRICS, True,
             )  # fmt: skip
-        top, others, h, q, argmax = pieces.combined(state, c, METRICS, SMOOTH)
+        if short:
+            v = full * BLOCK + o
+            at = v.to(tl.int64) if WIDE else v
+            x = tl.load(row + at * stride_x, mask=v < V, other=-float("inf"), eviction_policy="evict_last")
+            state = pieces.statistics(
+                x, full * BLOCK, v, V, state, hot_class, u_y, class_weight_ptr, cap, slope, c,
+                SOFTCAP, CLASS, SMOOTH, METRICS, True,
+            )  # fmt: skip
+        top, others, h, q, argmax = pieces.combined(state, u_y, c, METRICS, SMOOTH)
         d_y = tl.where(y < V, u_y - top, -float("inf"))
         e_y = tl.exp2(d_y * c)
         total = others + e_y
-        log_total = tl.where(d_y == 0, pieces.log1p(others), tl.log(total))
-        log_p = tl.where(y < V, s * d_y, float("nan")) - log_total
-        a, rest, even_y = _weights_of(class_weight_ptr, weight_sum_ptr, y, V, smoothing, CLASS)
-        lse = s * top + log_total
-        loss = -a * log_p
-        if SMOOTH:
-            loss -= rest * log_p + smoothing / V * s * q
-        loss = (loss + pieces.times(z_loss, lse * lse)) * row_weight
-        if METRICS:
-            entropy = log_total - s * (h + e_y * tl.where(e_y > 0, d_y, 0.0)) / total
+        a, rest, even_y = _weights_of(class_weight_ptr, weight_sum_ptr, y, V, smoothing, CLASS, SMOOTH)
         if GRAD:
-            up = (tl.load(up_ptr + row_of_all * stride_up).to(tl.float32) if HAS_UP else 1.0) * row_weight * scale
             up = tl.where(y < V, up, float("nan"))
-            rest = (rest + pieces.times(2 * z_loss, lse)) * up
-            k = (a * up + rest) / total
+            over = rest * up
+            if z_loss != 0.0:
+                over += 2 * z_loss * (s * top + pieces.log_of(total, others)) * up
+            r = 1 / total
+            k = (a * up + over) * r
+            rest_p = tl.where(others == float("inf"), 1.0, others * r)  # 1 - p, which keeps its digits
+            hot = over * (e_y * r) - a * up * rest_p - even_y * up
             even = smoothing / V * up
             for i in tl.static_range(KEEP):
                 v = (full + i) * BLOCK + o
                 at = v.to(tl.int64) if WIDE else v
                 x = pieces.opaque(kept[i]) if OPAQUE else kept[i]
+                d = pieces.gradient(
+                    x, v, V, top, c, k, even, class_weight_ptr, cap, slope, SOFTCAP, CLASS, SMOOTH
+                ).to(g_ptr.dtype.element_ty)  # fmt: skip
+                tl.store(g_row + at * stride_g, d, mask=v < V, cache_modifier=".cs")
+            if short:
+                v = full * BLOCK + o
+                at = v.to(tl.int64) if WIDE else v
+                x = tl.load(row + at * stride_x, mask=v < V, other=-float("inf"), eviction_policy="evict_first")
                 d = pieces.gradient(
                     x, v, V, top, c, k, even, class_weight_ptr, cap, slope, SOFTCAP, CLASS, SMOOTH
                 ).to(g_ptr.dtype.element_ty)  # fmt: skip
@@ -134,10 +159,18 @@ def forward_rows(
                 ).to(g_ptr.dtype.element_ty)  # fmt: skip
                 tl.store(g_row + at * stride_g, d, cache_modifier=".cs")
             tl.debug_barrier()  # the label's element was written by another thread
-            hot = a * up * pieces.expm1(log_p) + rest * tl.exp(log_p) - even_y * up
             if SOFTCAP:
                 hot *= 1 - (u_y / cap) * (u_y / cap)
             tl.store(g_row + y * stride_g, hot.to(g_ptr.dtype.element_ty), mask=y < V)
+        log_total = pieces.log_of(total, others)
+        log_p = tl.where(y < V, s * d_y, float("nan")) - log_total
+        lse = s * top + log_total
+        loss = -a * log_p
+        if SMOOTH:
+            loss -= rest * log_p + smoothing / V * s * q
+        loss = (loss + pieces.times(z_loss, lse * lse)) * row_weight
+        if METRICS:
+            entropy = log_total - s * (h + e_y * tl.where(e_y > 0, d_y, 0.0)) / total
     elif GRAD:
         _clear(g_row, stride_g, V, R, T, E, WIDE)
     tl.store(loss_ptr + row_of_all, loss)
@@ -171,7 +204,7 @@ def backward_rows(
         log_p = s * (u_y - top) - log_total
         up = (tl.load(up_ptr + n * stride_up).to(tl.float32) if HAS_UP else 0.0) * row_weight * scale
         up = tl.where(y < V, up, float("nan"))
-        a, rest, even_y = _weights_of(class_weight_ptr, weight_sum_ptr, y, V, smoothing, CLASS)
+        a, rest, even_y = _weights_of(class_weight_ptr, weight_sum_ptr, y, V, smoothing, CLASS, SMOOTH)
         rest = (rest + pieces.times(2 * z_loss, s * top + log_total)) * up
         if HAS_UP_LSE:
             rest += tl.load(up_lse_ptr + n * stride_lse).to(tl.float32) * scale

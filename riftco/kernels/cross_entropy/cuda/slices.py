@@ -54,9 +54,9 @@ class Slices:
         self.most, self.look = n, look
         self.fixed = fixed(
             V, stride, logits.dtype.itemsize, aligned and stride == 1 and step % 16 == 0, self.row_weight is not None,
-            self.classes is not None, smoothing > 0, softcap > 0, self.metrics,
+            self.classes is not None, smoothing > 0, softcap > 0, self.metrics, self.gradient,
         )  # fmt: skip
-        self.strides = (n, 0, step, stride, 0, step, stride, self.stride_up)
+        self.strides = (1, step, 0, stride, step, 0, stride, self.stride_up)
         self.launch = Again(
             kernels.forward_rows, GRAD=self.gradient, HAS_UP=self.up is not None, METRICS=self.metrics,
             OPAQUE=opaque(logits), KEEP=self.fixed.keep, **self.fixed.constants,
