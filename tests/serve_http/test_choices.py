@@ -63,7 +63,7 @@ def test_several_prompts(gpt, made):
 BAD = {
     "a list of such": {"prompt": ["a", 3]},
     "prompt must be": {"prompt": []},
-    "best_of": {"prompt": "a", "best_of": 2},
+    "best_of: not supported here; leave it out": {"prompt": "a", "best_of": 2},
     "suffix": {"prompt": "a", "suffix": "b"},
     "n:": {"prompt": "a", "n": 129},
     "token ids, or a list": {"prompt": [["x"], [1]]},

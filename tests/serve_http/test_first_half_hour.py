@@ -18,7 +18,7 @@ PAGE = pathlib.Path(__file__).parents[2] / "docs" / "first_half_hour.md"
 
 @pytest.fixture
 def url(tmp_path):
-    """`riftco serve --adapter run/adapter --train-dir mine`, but for what the adapter learned before."""
+    """`riftco serve --adapter run/adapter --train-dir pantry`, but for what the adapter learned before."""
     try:
         model, tokenizer = load_model(smollm2_path(), weights="fp32")
     except ModelError as absent:

@@ -18,9 +18,9 @@ README = pathlib.Path(__file__).parents[2] / "README.md"
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
-    """What `riftco serve --model PATH --train-dir mine` starts, on a port of its own."""
+    """What `riftco serve --model PATH --train-dir taught` starts, on a port of its own."""
     model, tokenizer = load_model(smollm2_or_skip(), weights="fp32")
-    folder = tmp_path_factory.mktemp("mine")
+    folder = tmp_path_factory.mktemp("taught")
     engine = Engine(model, slots=4, window=256, cache_dtype="q8_0", store=Store(folder, "digest"))
     engine.create("live", LoraSpec(rank=8, alpha=16))
     with served(Service(engine, tokenizer, name="smollm2", learns=True), train_dir=folder) as address:

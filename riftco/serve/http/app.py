@@ -71,7 +71,7 @@ def create_app(
     async def on_invalid(request: Request, why: RequestValidationError) -> JSONResponse:
         first = why.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if part != "body")
-        what = first["msg"]
+        what = first["msg"].removeprefix("Value error, ")  # pydantic's words before ours
         if not where and "json" not in request.headers.get("content-type", ""):
             what = "send JSON, with the header content-type: application/json"
         return answer(request, ApiError(400, f"{where or 'body'}: {what}", param=where or None))
