@@ -12,6 +12,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("XLA_COMPILATION_CACHE_SIZE", "64")
 
 import collections
+import gc
 import importlib.util
 
 import pytest
@@ -36,6 +37,8 @@ def _seed():
 
 def pytest_runtest_setup(item):
     support.skip_without_a_gpu(item)
+    if item.get_closest_marker("gpu"):
+        gc.collect()  # what earlier tests left in cycles would be freed while this one's memory is measured
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -294,7 +294,10 @@ def _lower_peak_and_same_bits(replay):
     torch.manual_seed(0)
     config = DecoderConfig("llama", 1024, 1024, 2816, 8, 16, 8, 64, 4096, Rope(64, 1e4))
     model = Decoder(config, activation_checkpointing=replay).cuda().bfloat16()
+    if replay == "block":  # else the gradients of the blocks grow faster than what is kept of them goes away
+        model.model.layers.requires_grad_(False)
     ids = torch.randint(1024, (2, 4096), device="cuda")
+    trained = [p for p in model.parameters() if p.requires_grad]
     made, results = Offload(model, "cuda"), []
     for offload in (None, made):
         for _ in range(2):  # the first warms up: kernels, workspaces, pinned memory
@@ -308,14 +311,13 @@ def _lower_peak_and_same_bits(replay):
                 with offload:
                     loss = model.loss(ids, ids, n_labelled=ids.numel())
             loss.backward()
-            grads = [p.grad.clone() for p in model.parameters()]
+            grads = [p.grad.clone() for p in trained]
             peak = torch.cuda.max_memory_allocated() - before
             del loss
         results.append((grads, peak))
     assert all(map(torch.equal, results[0][0], results[1][0]))
     print(f"{replay}: peak of a step {results[0][1] >> 20} -> {results[1][1] >> 20} MiB")
-    # of whole blocks' inputs alone, the last copies may still run when the loss has its peak
-    assert results[1][1] < results[0][1] - (made.offloaded_bytes // 2 if replay == "disabled" else 0)
+    assert results[1][1] < results[0][1] - made.offloaded_bytes // 2
 
 
 @pytest.mark.gpu

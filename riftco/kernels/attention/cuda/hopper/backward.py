@@ -149,6 +149,11 @@ def backward(
     return d_q, d_k, d_v, none, none, rows.delta, rows.exponent
 
 
+def together(keys: int) -> int:
+    """Key heads whose tiles are worked on together, of sequences of so many keys, one by one or packed."""
+    return max(1, SIDE_BY_SIDE // max(cdiv(keys, KEYS), 1))
+
+
 def _walk(
     rows, q, k, v, d_out, d_k, d_v, cu_q, cu_k, k_lens, scale, left, right, softcap, start, need_q, need_k,
     need_v,
@@ -158,8 +163,9 @@ def _walk(
     S, K = k.shape[-3:-1]
     B = 1 if cu_q is not None else q.shape[0]
     table = None
-    n_tiles = cdiv(S - start, KEYS)
+    n_tiles, docs = cdiv(S - start, KEYS), 1
     if cu_q is not None:
+        docs = max(cu_q.shape[0] - 1, 1)
         table = schedule.table((cu_k - start).clamp(min=0) if start else cu_k, cu_q, S - start, T, KEYS, False)
         n_tiles = table.shape[0]
     k_step = v_step = 1
@@ -167,7 +173,7 @@ def _walk(
         (k, k_step), (v, v_step) = descriptors.as_packed(k), descriptors.as_packed(v)
     d = descriptors.describe
     width = descriptors.width(D)
-    heads = max(1, SIDE_BY_SIDE // n_tiles)
+    heads = together((S - start) // docs)
     backward_kernel[(min(n_tiles * B * K, _programs(q.device)),)](
         d(q, rows.M), d(k, KEYS), d(v, KEYS), d(d_out, rows.M), d(d_k if need_k else k, 64),
         d(d_v if need_v else v, 64), rows.descriptor(), rows.scratch, rows.counter, rows.top, table, cu_k, k_lens,
