@@ -107,6 +107,9 @@ class Live:
         self.neighbours = [self._ask(slot) for slot in range(1, self.args.slots)]
         while any(not t.tokens for t in self.neighbours):
             self.scheduler.step()
+            for t in self.neighbours:
+                if t.finished is not None and not t.tokens:
+                    raise RuntimeError(f"a neighbour's prompt failed: {t.finished.error}")
 
     def _random(self, n: int) -> list[int]:
         return torch.randint(self.engine.model.config.vocab_size, (n,), generator=self.generator).tolist()

@@ -30,7 +30,7 @@ def chat(
     rank: Annotated[int, Opt("--rank", help="Of a new adapter.")] = 8,
     adapter: Annotated[str, Opt("--adapter-id", help="The adapter that learns; made where there is none.")] = "live",
     lr: Annotated[float, Opt("--lr", help="Learning rate of a step.")] = 2e-3,
-    steps: Annotated[int, Opt("--steps", help="Steps of one /learn.")] = 4,
+    steps: Annotated[int, Opt("--steps", min=1, help="Steps of one /learn.")] = 4,
     system: Annotated[str | None, Opt("--system", help="A system message.")] = None,
     window: Annotated[int | None, Opt("--window", help="Tokens that the conversation may have.")] = None,
     cache: Annotated[
@@ -108,9 +108,12 @@ def _do(talk, line: str, lr: float, steps: int) -> None:
         elif not rest.strip():
             raise Refused("/learn takes the answer that should have come: /learn TEXT")
         else:
-            for outcome in talk.chat.correct(rest.strip(), lr=lr, steps=steps):
+            outcomes = talk.chat.correct(rest.strip(), lr=lr, steps=steps)
+            for outcome in outcomes:
                 if not outcome.success:
                     raise Refused(str(outcome.reason))
                 typer.echo(f"loss {outcome.loss_before:.3f}  {outcome.n_labelled} tokens  {outcome.ms:.0f} ms")
+            if outcomes[-1].loss_before > outcomes[0].loss_before:  # too large steps, or an answer that it had
+                raise Refused(f"the loss rose; /undo {len(outcomes)} takes that back, a smaller --lr may teach it")
     except Refused as why:
         typer.echo(f"riftco: {why}", err=True)

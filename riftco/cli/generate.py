@@ -30,9 +30,12 @@ def generate(
 
     Example: riftco generate --model model.gguf --adapter run/adapter --prompt "I put two jars of honey in the attic."
     """
+    from ..models import ModelError
     from ..models import generate as pieces
     from ..train.use import load, messages, template_options
 
+    if raw and (system or template_kwargs):
+        raise ModelError("--raw goes without the chat template, which --system and --chat-template-kwargs are for")
     template = template_options(template_kwargs)
     loaded = load(model, adapter=adapter, weights=weights, device=device)
     asked = prompt if raw else messages(prompt, system)

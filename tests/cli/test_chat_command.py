@@ -1,14 +1,18 @@
 """riftco chat reads its commands from a pipe, and says what a command that cannot be obeyed lacks."""
 
 import inspect
+from types import SimpleNamespace
 
+import pytest
 import torch
 from typer.testing import CliRunner
 
 from riftco.adapters.peft_files import read_adapter
+from riftco.cli import chat as chat_command
 from riftco.cli import serve
 from riftco.cli.app import app
 from riftco.models import load_model
+from riftco.serve import LearnOutcome
 
 
 def test_commands_are_read_whole(model):
@@ -50,3 +54,13 @@ def test_what_a_chat_taught_is_where_a_server_looks(model, tmp_path):
         assert said.exit_code == 0 and "version 2 serves" in said.stdout, said.output
         assert (tmp_path / "adapters" / name / "versions" / "2").is_dir()
     assert {p.name for p in (tmp_path / "adapters").iterdir()} == {served, "other"}
+
+
+@pytest.mark.parametrize("losses,told", [((0.03, 0.15, 1.5), True), ((3.0, 1.0, 0.2), False), ((0.03,), False)])
+def test_steps_that_make_it_worse_are_told(losses, told, capsys):
+    outcomes = [LearnOutcome(True, loss_before=loss, n_labelled=5, ms=1.0) for loss in losses]
+    talk = SimpleNamespace(chat=SimpleNamespace(correct=lambda reply, lr, steps: outcomes))
+    chat_command._do(talk, "/learn aaaa", 2e-3, len(losses))
+    said = capsys.readouterr()
+    assert said.out.count("loss ") == len(losses)
+    assert ("the loss rose; /undo 3 takes that back, a smaller --lr may teach it" in said.err) == told

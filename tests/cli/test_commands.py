@@ -114,6 +114,8 @@ def test_generate_is_greedy_or_seeded(riftco, model):
         (("--max-new-tokens", 1000), "is longer than this model's 256"),
         (("--adapter", "nowhere"), "nowhere is no adapter folder"),
         (("--weights", "int7"), "weights must be one of"),
+        (("--raw", "--system", "be brief"), "--system and --chat-template-kwargs are for"),
+        (("--raw", "--chat-template-kwargs", '{"a": 1}'), "--system and --chat-template-kwargs are for"),
     ],
 )
 def test_generate_refuses_in_one_line(riftco, model, args, text):
