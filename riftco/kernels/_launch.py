@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -79,6 +80,12 @@ def as_rows(t: Tensor) -> tuple[Tensor, int, int, int]:
     if len(merged) == 1:
         return t, max(merged[0][0], 1), 0, merged[0][1]
     return t, 1, 0, 0
+
+
+def one_stride(t: Tensor) -> bool:
+    """Whether the leading dimensions of [.., C] merge into one without a copy."""
+    dims = [(size, stride) for size, stride in zip(t.shape[:-1], t.stride()[:-1]) if size != 1]
+    return t.numel() == 0 or all(a[1] == b[1] * b[0] for a, b in itertools.pairwise(dims))
 
 
 def as_batch(t: Tensor) -> Tensor:

@@ -5,13 +5,13 @@ made where they end up.
 """
 
 import functools
-import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .._launch import one_stride
 from .spec import labels, no_metrics
 
 BLOCK_BYTES = 1 << 20  # of float32 logits for each thread: what a second-level cache holds
@@ -50,7 +50,7 @@ class _Call(NamedTuple):
 
 def _prepare(logits, target, row_weight, class_weight, ignore_index, label_smoothing, z_loss, softcap, logit_scale):
     V = logits.shape[-1]
-    x = logits.view(target.numel(), V) if _merges(logits) else logits
+    x = logits.view(target.numel(), V) if one_stride(logits) else logits
     w = None if row_weight is None else row_weight.reshape(-1)
     live, index, valid = labels(target.reshape(-1), w, ignore_index, V)
     at = live.nonzero().squeeze(1)
@@ -63,12 +63,6 @@ def _prepare(logits, target, row_weight, class_weight, ignore_index, label_smoot
     weight_sum = V if class_weight is None else class_weight.sum()
     dropped = None if whole else live.logical_not()
     return _Call(x, rows, dropped, class_weight, weight_sum, label_smoothing, z_loss, softcap, logit_scale)
-
-
-def _merges(logits: Tensor) -> bool:
-    """Whether the leading dimensions of logits are one without a copy."""
-    dims = [(size, stride) for size, stride in zip(logits.shape[:-1], logits.stride()[:-1]) if size != 1]
-    return logits.numel() == 0 or all(a[1] == b[1] * b[0] for a, b in itertools.pairwise(dims))
 
 
 def _take(call: _Call, where: slice | Tensor) -> Tensor:

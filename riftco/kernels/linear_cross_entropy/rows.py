@@ -1,12 +1,12 @@
 """The rows that are computed: those without a label or with weight 0 are dropped before any matmul."""
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from .._launch import one_stride
 from ..cross_entropy import spec
 from .plan import Plan
 from .problem import Problem
@@ -28,7 +28,7 @@ class Rows:
     ):  # fmt: skip
         self.p, self.x = p, p.x
         self.total = p.rows.numel()
-        self.flat = p.x.view(self.total, p.C) if _one_stride(p.x) else None
+        self.flat = p.x.view(self.total, p.C) if one_stride(p.x) else None
         self.index: Tensor | None = None
         self.first, self.count, self.all_live = 0, self.total, False
         self.short: Tensor | None = None  # on a device that is not waited for: n_labelled left labelled rows out
@@ -121,9 +121,3 @@ def put(out: Tensor, where: Where, value: Tensor) -> None:
         out[where] = value
     else:
         out.index_copy_(0, where, value)
-
-
-def _one_stride(x: Tensor) -> bool:
-    """Whether the leading dimensions of x merge into one without a copy."""
-    dims = [(size, stride) for size, stride in zip(x.shape[:-1], x.stride()[:-1]) if size != 1]
-    return x.numel() == 0 or all(a[1] == b[1] * b[0] for a, b in itertools.pairwise(dims))
