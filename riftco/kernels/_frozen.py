@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ._matmul import matmul
+
 FEW_ROWS = 16  # up to so many rows of x what a CPU has decoded should not leave the cache
 FEW_BYTES, SCRATCH_BYTES = 1 << 20, 16 << 20  # of decoded weight that a CPU holds at once, for few rows and for many
 
@@ -34,16 +36,11 @@ def forward(
         _add(onto.view(rows.shape[0], N), rows, pieces, K, spare, lambda *piece: decode(*piece).t())
         return onto
     if len(pieces) == 1:
-        w = decode(0, N, x.new_empty(N * K + spare)).t()
-        return (torch.mm(rows, w) if bias is None else torch.addmm(bias, rows, w)).view(*x.shape[:-1], N)
+        return matmul(rows, decode(0, N, x.new_empty(N * K + spare)), bias).view(*x.shape[:-1], N)
     y = torch.empty(rows.shape[0], N, dtype=x.dtype, device=x.device)
     scratch = x.new_empty(max((hi - lo for lo, hi in pieces), default=0) * K + spare)
     for lo, hi in pieces:
-        w = decode(lo, hi, scratch).t()
-        if bias is None:
-            torch.mm(rows, w, out=y[:, lo:hi])
-        else:
-            torch.addmm(bias[lo:hi], rows, w, out=y[:, lo:hi])
+        matmul(rows, decode(lo, hi, scratch), None if bias is None else bias[lo:hi], y[:, lo:hi])
     return y.view(*x.shape[:-1], N)
 
 
@@ -57,11 +54,11 @@ def backward(
         _add(onto.view(rows.shape[0], K), rows, pieces, N, 0, decode)
         return onto
     if len(pieces) == 1:
-        return torch.mm(rows, decode(0, K, d_y.new_empty(N * K))).view(*d_y.shape[:-1], K)
+        return matmul(rows, decode(0, K, d_y.new_empty(N * K)).t()).view(*d_y.shape[:-1], K)
     d_x = torch.empty(rows.shape[0], K, dtype=d_y.dtype, device=d_y.device)
     scratch = d_y.new_empty(max((hi - lo for lo, hi in pieces), default=0) * N)
     for lo, hi in pieces:
-        torch.mm(rows, decode(lo, hi, scratch), out=d_x[:, lo:hi])
+        matmul(rows, decode(lo, hi, scratch).t(), out=d_x[:, lo:hi])
     return d_x.view(*d_y.shape[:-1], K)
 
 

@@ -14,10 +14,63 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from riftco.functional import attention
 from riftco.kernels._check import inputs_of
-from riftco.kernels.attention import cases, cpu, cpu_blocks, cpu_products, philox
+from riftco.kernels.attention import cases, cpu, cpu_blocks, cpu_plain, cpu_products, philox
 
 CPU = support.DEVICES[0]
 MODULE = "riftco.kernels.attention.cpu"
+
+
+@pytest.fixture(autouse=True)
+def blocks(request, monkeypatch):
+    """What this file tests, whatever PyTorch's own kernel would take from them."""
+    if "plain" not in request.function.__name__:
+        monkeypatch.setattr(cpu_plain, "MOST", 0)
+
+
+def test_plain_calls_are_as_the_blocks_compute_them(monkeypatch):
+    """Of grouped heads, strided and contiguous, full and causal: out, lse and gradients; options take the blocks."""
+    for right, T in ((None, 70), (0, 90), (1 << 40, 70), (0, 1)):
+        tensors = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in qkv(T, 90, H=6, K=2, D=16, B=2)]
+        for made in (tensors, [t.mT.contiguous().mT for t in tensors]):
+            runs = []
+            for most in (128, 0):
+                monkeypatch.setattr(cpu_plain, "MOST", most)
+                options = (*(None,) * 8, right, 0.0, 0.0)
+                out, lse = cpu.forward(*made, *options)
+                d_out = torch.sin(out)
+                grads = cpu.backward(d_out, None, *made, out, lse, *options, 0, False, True, True, True, False, False)
+                runs.append((out, lse, *grads[:3], grads[5]))
+            for plain, blocks in zip(*runs):
+                assert plain.is_contiguous() and plain.shape == blocks.shape
+                torch.testing.assert_close(plain, blocks, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_not_plain():
+    q, k, v = qkv(5, 5)
+    none = (*(None,) * 6, 0.0)
+    for right, left in ((None, None), (0, None), (0, 4), (4, None), (9, 9)):
+        assert not cpu_plain.why_not(q, k, v, left, right, *none)
+    refused = [
+        ((q[:, :4], k, v, None, 0, *none), "as many rows"), ((q, k, v, 3, None, *none), "full or causal"),
+        ((q, k, v, None, 1, *none), "full or causal"), ((q, k, v, None, None, k), "plain"),
+        ((q, k, v, None, None, 0.5), "plain"), ((q[:0], k, v, None, None), "empty"),
+        ((q[0], k[0], v[0], None, None), "batches"), ((q, k, v[..., :4], None, None), "head dims"),
+        ((*(t.bfloat16() for t in (q, k, v)), None, None), "float32"),
+    ]  # fmt: skip
+    for given, why in refused:
+        assert why in cpu_plain.why_not(*given)
+
+
+def test_zeros_for_lse_are_no_reason_to_leave_plain_calls():
+    """Compiled graphs pass zeros for a result that nobody used."""
+    q, k, v = qkv(5, 5)
+    options = (*(None,) * 8, 0, 0.0, 0.0)
+    out, lse = cpu.forward(q, k, v, *options)
+    grads = [
+        cpu.backward(out, d, q, k, v, out, lse, *options, 0, False, True, True, True, False, False)[0]
+        for d in (None, torch.zeros_like(lse), torch.ones_like(lse))
+    ]
+    assert torch.equal(grads[0], grads[1]) and not torch.equal(grads[0], grads[2])
 
 
 @pytest.mark.parametrize("case", cases.OPTION_CASES, ids=lambda c: c.name)

@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from riftco import nn
 from riftco.functional import GGUFWeight, dequantize_gguf, gguf_linear
-from riftco.kernels import _frozen
-from riftco.kernels.gguf_linear import cases, cpu, op, route, spec
+from riftco.kernels import _frozen, _matmul
+from riftco.kernels.gguf_linear import cases, cpu, op, route
 from riftco.kernels.gguf_linear.formats import FORMATS, REPACKED
 
 gguf = pytest.importorskip("gguf")
@@ -88,7 +88,7 @@ SHAPES = ((1536, 1024, 1536), (1536, 1024, 8960), (8960, 1024, 1536), (1536, 300
 
 
 @pytest.mark.parametrize("K,M,N", SHAPES)
-def test_tiles_change_no_bit(K, M, N):
+def test_tiles_change_no_bit(monkeypatch, K, M, N):
     """The tiled route (stretches of 16 MiB) against W decoded whole, row after row: forward and d_x, bit for bit. The
     third shape's upstream is transposed in memory."""
     format = "Q4_K" if K % 256 == 0 else "Q4_1"
@@ -98,8 +98,11 @@ def test_tiles_change_no_bit(K, M, N):
         d_y = d_y.t().contiguous().t()
     if N * K * 4 > _frozen.SCRATCH_BYTES:
         assert len(_frozen.stretches(N, K * 4, _frozen.SCRATCH_BYTES)) > 1
-    assert torch.equal(cpu.forward(x, w.packed, None, format, N, K), spec.forward(x, w.packed, None, format, N, K))
-    assert torch.equal(cpu.backward(d_y, w.packed, format, N, K), spec.backward(d_y, w.packed, format, N, K))
+    whole = dequantize_gguf(w, torch.float32)
+    for onednn in (_matmul._onednn, None):
+        monkeypatch.setattr(_matmul, "_onednn", onednn)
+        assert torch.equal(cpu.forward(x, w.packed, None, format, N, K), _matmul.matmul(x, whole))
+        assert torch.equal(cpu.backward(d_y, w.packed, format, N, K), _matmul.matmul(d_y, whole.t()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -53,7 +53,7 @@ def test_planted_bugs(module, old, new, case):
         ("part.mul_(inverse_keep(seed, dropout_p))", "pass", "dropout"),
         ("alpha=inverse)", "alpha=1.0)", "dropout"),
         ("h = _masked(_given(lines)[chosen], seed, rows, lo, hi, dropout_p)", "h = _given(lines)[chosen]", "dropout"),
-        ("return out.addmm_(left, right, alpha=scale)", "return out.addmm(left, right)", "rank 1"),
+        ("        out[chosen].addmm_(left, right, alpha=scale)", "        out[chosen].addmm(left, right)", "rank 1"),
         ("            d_x.addmm_(up, base.tensors[0])", "            pass", "group"),
         ("            d_x.add_(base.backward(up, launcher))", "            pass", "group, NF4 base, dropout"),
         ("torch.arange(lo, hi) if rows is None", "torch.arange(lo, hi) if True", "group, rows"),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import spec
+from . import cpu_plain, spec
 from .cpu_blocks import Block, Heads, Tiling
 from .cpu_products import Float32, products
 from .cpu_threads import each
@@ -25,6 +25,8 @@ def forward(
     bias: Tensor | None, sinks: Tensor | None, seed: Tensor | None, scale: float | None, left: int | None,
     right: int | None, softcap: float, dropout_p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if not cpu_plain.why_not(q, k, v, left, right, cu_q, cu_k, k_lens, bias, sinks, seed, softcap):
+        return cpu_plain.forward(q, k, v, spec.softmax_scale(q, scale), right)
     out = _new(q, (*q.shape[:-1], v.shape[-1]), cu_q)
     lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, dtype=torch.float32)
     softmax_scale, tiling = spec.softmax_scale(q, scale), Tiling(q, k, cu_q, cu_k, k_lens, left, right)
@@ -65,6 +67,14 @@ def backward(
     kv_grad_start: int, deterministic: bool, need_q: bool, need_k: bool, need_v: bool, need_bias: bool,
     need_sinks: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    if d_lse is not None and not d_lse.any():
+        d_lse = None  # compiled graphs pass zeros
+    options = (d_lse, cu_q, cu_k, k_lens, bias, sinks, seed, softcap, float(kv_grad_start))
+    if not cpu_plain.why_not(q, k, v, left, right, *options):
+        *grads, delta = cpu_plain.backward(d_out, q, k, v, out, lse, spec.softmax_scale(q, scale), right)
+        none = q.new_empty(0)
+        d_q, d_k, d_v = (g if need else none for g, need in zip(grads, (need_q, need_k, need_v)))
+        return d_q, d_k, d_v, none, none, delta, q.new_empty(0, dtype=torch.int32)
     start = kv_grad_start
     d_q = _new(q, q.shape if need_q else (0,), cu_q)
     d_k, d_v = (

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .._contract import launcher
+from .._matmul import matmul, through_onednn
 from .problem import Problem
 
 LINE = 64  # elements: rows of a buffer lie at multiples of it, as matmuls and loads of odd rows are slow
@@ -32,8 +33,8 @@ class Head:
         return -(-self.p.V // LINE) * LINE if pays else self.p.V
 
     def reserve(self, rows: int) -> None:
-        """One buffer for every slice; a frozen weight's product brings its own."""
-        if not self.p.frozen:
+        """One buffer for every slice; products of a frozen weight and of oneDNN bring their own."""
+        if not (self.p.frozen or through_onednn(self.p.x, self.p.weight)):
             width, V = self.width, self.p.V
             whole = self.p.x.new_empty(rows, width)
             self.buffer = whole if width == V else whole[:, :V]
@@ -46,7 +47,9 @@ class Head:
         if p.frozen:
             z = p.base.forward(x, p.bias, launcher)
             return z if inner is None or self.b is None else z.addmm_(inner, self.b.t())
-        assert self.buffer is not None
+        if self.buffer is None:
+            z = matmul(x, p.weight, p.bias)
+            return z if inner is None or self.b is None else z.addmm_(inner, self.b.t())
         n, z, w = x.shape[0], self.buffer, p.weight.t()
         z = z if n == z.shape[0] else z[:n]
         if inner is not None and self.b is not None:
@@ -78,7 +81,7 @@ class Head:
             torch.mm(d_inner, self.a, out=out)
             out.addmm_(g, p.weight)
         else:
-            torch.mm(g, p.weight, out=out)
+            matmul(g, p.weight.t(), out=out)
 
 
 def _affine(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ def forward(
         if seed is not None:
             part.mul_(inverse_keep(seed, dropout_p))
         for out, own, b, scale in zip(outs, part.split(ranks, 1), bs, scales):
-            out[chosen] = _add(out[chosen], own, b, scale)
+            _add(out, chosen, own, b, scale)
     return ys, xa
 
 
@@ -66,7 +66,7 @@ def backward(
             h = _masked(_given(lines)[chosen], seed, rows, lo, hi, dropout_p).to(D)
             d_a.add_(own.t() @ h, alpha=inverse)
         if need_x and seed is None:
-            d_x[chosen] = _add(d_x[chosen], own, a, 1.0)
+            _add(d_x, chosen, own, a, 1.0)
         elif need_x:
             delta = _masked((own @ a).to(torch.float32).mul_(inverse), seed, rows, lo, hi, dropout_p)
             d_x[chosen] = (d_x[chosen] + delta).to(d_x.dtype)
@@ -106,8 +106,11 @@ def _masked(t: Tensor, seed: Tensor | None, rows: Tensor | None, lo: int, hi: in
     return masked(t, seed, torch.arange(lo, hi) if rows is None else rows[lo:hi], dropout_p)
 
 
-def _add(out: Tensor, left: Tensor, right: Tensor, scale: float) -> Tensor:
-    """out + scale * left right, in place where the dtypes are the same; rounded once otherwise."""
-    if out.dtype == left.dtype:
-        return out.addmm_(left, right, alpha=scale)
-    return torch.add(out.float(), (left @ right).float(), alpha=scale).to(out.dtype)
+def _add(out: Tensor, chosen: slice | Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+    """out[chosen] += scale * left right, in place where the dtypes are the same; rounded once otherwise."""
+    if out.dtype != left.dtype:
+        out[chosen] = torch.add(out[chosen].float(), (left @ right).float(), alpha=scale).to(out.dtype)
+    elif isinstance(chosen, slice):
+        out[chosen].addmm_(left, right, alpha=scale)  # a view: storing it again would copy all of it
+    else:
+        out[chosen] = out[chosen].addmm_(left, right, alpha=scale)
