@@ -23,7 +23,6 @@ from riftco.functional import (
 from riftco.kernels.gguf_linear.cases import random_blocks
 from riftco.kernels.gguf_linear.formats import FORMATS
 from riftco.kernels.linear_cross_entropy import cpu, head, slices, spec, vocabulary
-from riftco.kernels.linear_cross_entropy.plan import plan
 
 DEVICES = support.device_params(("cpu", "cpu-triton", "mps-emulated", "cuda"))
 OPTIONS = {
@@ -307,15 +306,6 @@ def test_narrowing_in_place():
             copy = wide.clone()
             narrow = head._narrowed(copy, dtype)
             assert torch.equal(narrow, wide.to(dtype)) and narrow.data_ptr() == copy.data_ptr()
-
-
-@pytest.mark.parametrize("count", [0, 1, 7, 128, 1000, 8192])
-@pytest.mark.parametrize("slice_bytes", [1, 999, 100_000, 1 << 20, 1 << 30])
-def test_plan(count, slice_bytes):
-    made = plan(count, 1000, slice_bytes)
-    assert made.rows * 1000 <= slice_bytes or made.rows == 1 or count <= 1
-    assert made.rows * made.slices >= count > made.rows * (made.slices - 1) or count == 0
-    assert made.why and (made.slices <= 1 or str(count) in made.why)
 
 
 def test_zero_weight_rows_are_not_multiplied():

@@ -47,13 +47,15 @@ CASES = (
 )
 SMOLLM2, LLAMA_1B = dict(B=1, T=8192, C=576, V=49152), dict(B=2, T=8192, C=2048, V=128256)
 LLAMA_8B, GEMMA_2B = dict(B=1, T=8192, C=4096, V=128256), dict(B=1, T=8192, C=2304, V=256000)
-FROZEN, NARROW = dict(frozen=True), dict(narrow_sum=True)
+EVERY_ROW = dict(together=True)  # carries a loss but a few at the ends, as in pretraining
+FROZEN, NARROW = dict(EVERY_ROW, frozen=True), dict(EVERY_ROW, narrow_sum=True)
+GPT2 = dict(B=8, T=1024, C=768, V=50257)
 HEADS = (
-    Case("Llama 3 8B", LLAMA_8B),
+    Case("Llama 3 8B", LLAMA_8B, EVERY_ROW),
     Case("Llama 3 8B frozen", LLAMA_8B, FROZEN),
-    Case("Gemma 2 2B", GEMMA_2B),
+    Case("Gemma 2 2B", GEMMA_2B, EVERY_ROW),
     Case("Gemma 2 2B frozen", GEMMA_2B, FROZEN),
-    Case("Llama 3 1B", LLAMA_1B),
+    Case("Llama 3 1B", LLAMA_1B, EVERY_ROW),
     Case("SmolLM2 frozen", SMOLLM2, FROZEN),
     Case("Llama 3 8B, bfloat16 dW", LLAMA_8B, NARROW),
     Case("Gemma 2 2B, bfloat16 dW", GEMMA_2B, NARROW),
@@ -61,9 +63,11 @@ HEADS = (
 )
 BENCH = (
     *HEADS,
+    Case("GPT-2", GPT2, EVERY_ROW),
+    Case("Llama 3 8B, a row without a label", LLAMA_8B),
     Case("Llama 3 8B frozen, LoRA 16", {**LLAMA_8B, "R": 16}, FROZEN),
-    Case("Llama 3 8B NF4", LLAMA_8B, dict(nf4=True)),
-    Case("Llama 3 8B NF4, LoRA 16", {**LLAMA_8B, "R": 16}, dict(nf4=True)),
+    Case("Llama 3 8B NF4", LLAMA_8B, dict(EVERY_ROW, nf4=True)),
+    Case("Llama 3 8B NF4, LoRA 16", {**LLAMA_8B, "R": 16}, dict(EVERY_ROW, nf4=True)),
     *(
         Case(f"{head.name}, {mib} MiB", head.shape, {**head.options, "slice_bytes": mib << 20})
         for head in HEADS

@@ -8,6 +8,7 @@ from .._matmul import matmul, through_onednn
 from .problem import Problem
 
 LINE = 64  # elements: rows of a buffer lie at multiples of it, as matmuls and loads of odd rows are slow
+EVEN = 8  # classes: cuBLAS takes 5 to 8 times as long for sizes that are no multiple of it
 WORTH_FROM = 4096  # classes
 NARROW_AT_ONCE = 8 << 20  # bytes of a 16-bit gradient widened at once where a matmul cannot give float32
 
@@ -22,15 +23,15 @@ class Head:
         self.b = None if p.lora_b is None else (p.lora_b.to(p.acc) * p.lora_scale).to(p.x.dtype)  # scale is in it
         self.buffer: Tensor | None = None
 
-    def row_bytes(self) -> int:
+    def row_bytes(self, x_is_view: bool, d_x_in_place: bool) -> int:
         """What a row of a slice holds beside its logits' own: gathered x, its gradient, the adapter's inner rows."""
-        return self.p.x.dtype.itemsize * (2 * self.p.C + 2 * self.rank + self.width - self.p.V)
+        copies = (not x_is_view) + (self.p.frozen or not d_x_in_place)
+        return self.p.x.dtype.itemsize * (copies * self.p.C + 2 * self.rank + self.width - self.p.V)
 
     @property
     def width(self) -> int:
         """Elements from a row of the buffer to the next."""
-        pays = not self.p.frozen and self.p.V >= WORTH_FROM and self.p.x.device.type in ("cpu", "cuda")
-        return -(-self.p.V // LINE) * LINE if pays else self.p.V
+        return -(-self.p.V // LINE) * LINE if not self.p.frozen and _pays(self.p.V, self.p.x) else self.p.V
 
     def reserve(self, rows: int) -> None:
         """One buffer for every slice; products of a frozen weight and of oneDNN bring their own."""
@@ -54,7 +55,9 @@ class Head:
         z = z if n == z.shape[0] else z[:n]
         if inner is not None and self.b is not None:
             _affine(inner, self.b.t(), p.bias, z)
-            return z.addmm_(x, w)
+            for part in _parts(p.V, z):
+                z[:, part].addmm_(x, w[:, part])
+            return z
         return _affine(x, w, p.bias, z)
 
     @property
@@ -69,7 +72,7 @@ class Head:
         return _affine(x, w, bias, out)
 
     def d_inner(self, g: Tensor) -> Tensor | None:
-        return None if self.b is None else torch.mm(g, self.b)
+        return None if self.b is None else _product(g, self.b, g.new_empty(g.shape[0], self.rank))
 
     def d_x(self, g: Tensor, d_inner: Tensor | None, out: Tensor) -> None:
         p = self.p
@@ -79,13 +82,40 @@ class Head:
                 out.addmm_(d_inner, self.a)
         elif d_inner is not None and self.a is not None:
             torch.mm(d_inner, self.a, out=out)
-            out.addmm_(g, p.weight)
+            _product(g, p.weight, out, more=True)
         else:
-            matmul(g, p.weight.t(), out=out)
+            _product(g, p.weight, out)
+
+
+def _pays(classes: int, like: Tensor) -> bool:
+    return classes >= WORTH_FROM and like.device.type in ("cpu", "cuda")
+
+
+def _parts(classes: int, like: Tensor) -> tuple[slice, ...]:
+    """All classes, the last few of an odd number apart."""
+    odd = classes % EVEN if _pays(classes, like) else 0
+    return (slice(0, classes - odd), slice(classes - odd, classes)) if odd else (slice(0, classes),)
 
 
 def _affine(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    return torch.mm(x, w, out=out) if bias is None else torch.addmm(bias, x, w, out=out)
+    """out = x w + bias, w [.., V]."""
+    for part in _parts(w.shape[1], x):
+        if bias is None:
+            torch.mm(x, w[:, part], out=out[:, part])
+        else:
+            torch.addmm(bias[part], x, w[:, part], out=out[:, part])
+    return out
+
+
+def _product(g: Tensor, w: Tensor, out: Tensor, more: bool = False) -> Tensor:
+    """out = g w, g [n, V], plus out itself if `more`; of an odd V the few classes come first and are rounded alone."""
+    for part in reversed(_parts(w.shape[0], g)):
+        if more:
+            out.addmm_(g[:, part], w[part])
+        else:
+            matmul(g[:, part], w[part].t(), out=out)
+        more = True
+    return out
 
 
 class Sum:
@@ -133,6 +163,11 @@ def _narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor:
 
 def accumulate(total: Tensor, g: Tensor, x: Tensor, more: bool) -> None:
     """total = g^T x, plus total itself if `more`, in total's dtype."""
+    for part in _parts(g.shape[1], g):
+        _accumulate(total[part], g[:, part], x, more)
+
+
+def _accumulate(total: Tensor, g: Tensor, x: Tensor, more: bool) -> None:
     if total.dtype == g.dtype and more:
         total.addmm_(g.t(), x)
     elif total.dtype == g.dtype:

@@ -83,6 +83,11 @@ class Rows:
         return self.count == self.total and self.index is None
 
     @property
+    def views(self) -> bool:
+        """Whether a slice's rows of x are a view of it, not a copy."""
+        return self.index is None and self.flat is not None and self.all_live
+
+    @property
     def where(self) -> Where:
         """All computed rows."""
         return slice(self.first, self.first + self.count) if self.index is None else self.index

@@ -15,7 +15,7 @@ from ..cross_entropy.spec import lse_of, no_metrics
 from . import head as heads
 from . import labels, vocabulary
 from . import rows as selection
-from .plan import Plan, plan
+from .plan import Filled, Plan, plan
 from .problem import Problem
 from .rows import Places, Rows, put
 from .vocabulary import why_not
@@ -41,6 +41,7 @@ class Loss:
     in_turn: cross_entropy.cuda.Slices, where a device has that: the launches of one call, with what they share worked
         out once.
     places: counts the rows that carry loss in one launch.
+    filled(problem, need_weight): what sizes of slices suit the device's matmul of d_x.
     """
 
     forward: Callable
@@ -53,6 +54,7 @@ class Loss:
     power_above: Callable[[Tensor], Tensor] = power_above
     in_turn: Callable[..., Any] | None = None
     places: Places | None = None
+    filled: Callable[[Problem, bool], Filled | None] = lambda p, need_weight: None
 
 
 class Losses:
@@ -142,7 +144,8 @@ def backward(ce: Loss, d_loss: Tensor | None, *arguments) -> tuple[Tensor, ...]:
     p = Problem(*rest)
     need_x, need_weight, need_bias, need_a, need_b = needs
     with _as_given(p.x):
-        rows, head, slices = _prepare(ce, p, *counted)
+        filled = ce.filled(p, need_weight) if need_x else None
+        rows, head, slices = _prepare(ce, p, counted[0] if counted else None, filled)
         upstream, restore = tamed(p, d_loss, ce.power_above)
         if not why_not(p, rows.count, slices.rows, ce.vocabulary_below, need_weight, accum_dtype):
             losses = Losses(ce, p, rows)
@@ -193,10 +196,12 @@ def _as_given(x: Tensor) -> contextlib.AbstractContextManager:
     return torch.autocast(x.device.type, enabled=False) if on else contextlib.nullcontext()
 
 
-def _prepare(ce: Loss, p: Problem, counted: Tensor | None = None) -> tuple[Rows, heads.Head, Plan]:
+def _prepare(
+    ce: Loss, p: Problem, counted: Tensor | None = None, filled: Filled | None = None
+) -> tuple[Rows, heads.Head, Plan]:  # fmt: skip
     rows, head = selection.Rows(p, ce.host_counts, ce.places, counted), heads.Head(p)
-    row_bytes = p.V * (p.x.dtype.itemsize + ce.temporaries(p)) + head.row_bytes()
-    slices = plan(rows.count, row_bytes, p.slice_bytes, ce.most_bytes)
+    row_bytes = p.V * (p.x.dtype.itemsize + ce.temporaries(p)) + head.row_bytes(rows.views, rows.index is None)
+    slices = plan(rows.count, row_bytes, p.slice_bytes, ce.most_bytes, filled)
     head.reserve(slices.rows)
     return rows, head, slices
 
