@@ -317,7 +317,7 @@ def _lower_peak_and_same_bits(replay):
         results.append((grads, peak))
     assert all(map(torch.equal, results[0][0], results[1][0]))
     print(f"{replay}: peak of a step {results[0][1] >> 20} -> {results[1][1] >> 20} MiB")
-    assert results[1][1] < results[0][1] - made.offloaded_bytes // 2
+    assert results[1][1] <= results[0][1] - made.offloaded_bytes // 2
 
 
 @pytest.mark.gpu
