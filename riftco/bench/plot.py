@@ -128,13 +128,15 @@ def plot_memory(path: str | pathlib.Path) -> list[pathlib.Path]:
                 panel.annotate(f"{mib}", point, xytext=(3, 4), textcoords="offset points", fontsize=7)
             for r in (r for m, r in rows if not m and r["case"] == name and r["peer"] != "riftco"):
                 panel.plot(_extra_mib(r), float(r["median_ms"]), "s", label=r["peer"])
-            panel.set_xscale("log")
+            panel.set_xscale("log", base=2)
+            panel.xaxis.set_major_formatter("{x:.0f}")
+            panel.margins(y=0.12)
             panel.set_ylim(bottom=0)
             panel.set_title(f"{name}\n{mine[0][1]['shape']}", fontsize=8)
             panel.set_xlabel("peak MiB beyond the gradients", fontsize=7)
             panel.set_ylabel("ms, forward + backward", fontsize=7)
             panel.tick_params(labelsize=7)
-            panel.legend(fontsize=6)
+            panel.legend(fontsize=6, loc="lower left")
             panel.spines[["top", "right"]].set_visible(False)
         first = rows[0][1]
         figure.suptitle(
