@@ -1,6 +1,7 @@
 """Attention on the CPU: every option against the spec, the memory it takes, the keys that it does not visit."""
 
 import collections
+import itertools
 import os
 import signal
 import threading
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from riftco.functional import attention
 from riftco.kernels._check import inputs_of
-from riftco.kernels.attention import cases, cpu, cpu_blocks, cpu_plain, cpu_products, philox
+from riftco.kernels.attention import cases, cpu, cpu_blocks, cpu_plain, cpu_products, philox, spec
 
 CPU = support.DEVICES[0]
 MODULE = "riftco.kernels.attention.cpu"
@@ -49,7 +50,7 @@ def test_what_is_not_plain():
     q, k, v = qkv(5, 5)
     none = (*(None,) * 6, 0.0)
     for right, left in ((None, None), (0, None), (0, 4), (4, None), (9, 9)):
-        assert not cpu_plain.why_not(q, k, v, left, right, *none)
+        assert not cpu_plain.why_not(q, k, v, None, left, right, *none)
     refused = [
         ((q[:, :4], k, v, None, 0, *none), "as many rows"), ((q, k, v, 3, None, *none), "full or causal"),
         ((q, k, v, None, 1, *none), "full or causal"), ((q, k, v, None, None, k), "plain"),
@@ -58,7 +59,48 @@ def test_what_is_not_plain():
         ((*(t.bfloat16() for t in (q, k, v)), None, None), "float32"),
     ]  # fmt: skip
     for given, why in refused:
-        assert why in cpu_plain.why_not(*given)
+        assert why in cpu_plain.why_not(*given[:3], 1.0, *given[3:])
+
+
+def plain_and_spec(q, k, v, scale, right):
+    """out, lse, d_q, d_k and d_v of both."""
+    options, runs = (*(None,) * 6, scale, None, right, 0.0, 0.0), []
+    for module in (cpu, spec):
+        out, lse = module.forward(q, k, v, *options)
+        d_out = torch.ones_like(out)
+        grads = module.backward(d_out, None, q, k, v, out, lse, *options, 0, False, True, True, True, False, False)
+        runs.append((out, lse, *grads[:3]))
+    return zip(*runs)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.7, 1e-60])
+@pytest.mark.parametrize("right", [None, 0])
+def test_scales_of_plain_calls_that_are_not_positive(scale, right):
+    """0 and -0.7 times the -inf of a hidden score."""
+    for made, want in plain_and_spec(*qkv(20, 20), scale, right):
+        torch.testing.assert_close(made, want, rtol=1e-5, atol=1e-5)
+
+
+def test_plain_queries_that_overlap():
+    """Rows one element apart, fewer than the head dim: what `unfold` gives."""
+    _, k, v = qkv(5, 5, D=16)
+    q = torch.randn(1, 20).unfold(1, 16, 1).unsqueeze(2)
+    for made, want in plain_and_spec(q, k, v, None, None):
+        torch.testing.assert_close(made, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("T", [3, 20])
+@pytest.mark.parametrize("what", ["nan query", "inf query", "nan keys", "-inf keys", "nan in the first key"])
+def test_rows_without_a_number_among_their_plain_scores(T, what):
+    """NaN must not become 0; rows whose keys are all hidden give 0, lse -inf and no gradient."""
+    q, k, v = qkv(T, T)
+    q = q.abs()
+    if "query" in what:
+        q[:, 1] = float(what.split()[0])
+    else:
+        (k[:, :1] if "first" in what else k).fill_(float(what.split()[0]))
+    for made, want in itertools.islice(plain_and_spec(q, k, v, None, 0), 2 if "nan" in what else 4):
+        torch.testing.assert_close(made, want, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def test_zeros_for_lse_are_no_reason_to_leave_plain_calls():

@@ -25,8 +25,10 @@ def forward(
     bias: Tensor | None, sinks: Tensor | None, seed: Tensor | None, scale: float | None, left: int | None,
     right: int | None, softcap: float, dropout_p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if not cpu_plain.why_not(q, k, v, left, right, cu_q, cu_k, k_lens, bias, sinks, seed, softcap):
-        return cpu_plain.forward(q, k, v, spec.softmax_scale(q, scale), right)
+    if not cpu_plain.why_not(q, k, v, scale, left, right, cu_q, cu_k, k_lens, bias, sinks, seed, softcap):
+        out, lse = cpu_plain.forward(q, k, v, spec.softmax_scale(q, scale), right)
+        if not cpu_plain.lost(out, lse):
+            return out, lse
     out = _new(q, (*q.shape[:-1], v.shape[-1]), cu_q)
     lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, dtype=torch.float32)
     softmax_scale, tiling = spec.softmax_scale(q, scale), Tiling(q, k, cu_q, cu_k, k_lens, left, right)
@@ -70,7 +72,7 @@ def backward(
     if d_lse is not None and not d_lse.any():
         d_lse = None  # compiled graphs pass zeros
     options = (d_lse, cu_q, cu_k, k_lens, bias, sinks, seed, softcap, float(kv_grad_start))
-    if not cpu_plain.why_not(q, k, v, left, right, *options):
+    if not cpu_plain.why_not(q, k, v, scale, left, right, *options) and not (lse == -torch.inf).any():
         *grads, delta = cpu_plain.backward(d_out, q, k, v, out, lse, spec.softmax_scale(q, scale), right)
         none = q.new_empty(0)
         d_q, d_k, d_v = (g if need else none for g, need in zip(grads, (need_q, need_k, need_v)))

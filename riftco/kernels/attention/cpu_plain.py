@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 MOST = 128  # head dims above which cpu.py's matmuls are as fast
+LEAST = torch.finfo(torch.float32).tiny
 _aten = torch.ops.aten
 
 
 def why_not(
-    q: Tensor, k: Tensor, v: Tensor, left: int | None, right: int | None, *others: Tensor | float | None
-) -> str:
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, left: int | None, right: int | None,
+    *others: Tensor | float | None,
+) -> str:  # fmt: skip
     """ "" where PyTorch's kernel computes the call; else what it does not know. others: options that must be unset."""
     if any(o is not None and not (isinstance(o, float) and o == 0.0) for o in others):
         return "only plain calls"
@@ -23,6 +25,8 @@ def why_not(
     T, S = q.shape[1], k.shape[1]
     if (left is not None and left < S - 1) or not (right is None or right >= T - 1 or (right == 0 and T == S)):
         return "only full or causal attention, the latter of as many rows as keys"
+    if scale is not None and _causal(q, k, right) and not scale > LEAST:
+        return "only positive scales of causal scores: it multiplies by them what it has hidden with -inf"
     return ""
 
 
@@ -31,6 +35,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, right: int | None) ->
     heads = (_heads(t, q.shape[-2]) for t in (q, k, v))
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, _causal(q, k, right), scale=scale)
     return out.transpose(1, 2).contiguous(), lse.contiguous()
+
+
+def lost(out: Tensor, lse: Tensor) -> bool:
+    """Whether a row has no number among its scores: all NaN or all -inf, PyTorch may make it 0 with lse 0."""
+    return not lse.all() and bool(((lse == 0) & ~out.any(-1).transpose(1, 2)).any())
 
 
 def backward(
@@ -55,7 +64,10 @@ def _causal(q: Tensor, k: Tensor, right: int | None) -> bool:
 
 
 def _heads(t: Tensor, H: int) -> Tensor:
-    """[B, T, K, D] as [B, H, T, D] with elements of a row side by side; query head h reads key head h // (H // K)."""
-    t = t if t.stride(-1) == 1 else t.contiguous()
+    """[B, T, K, D] as [B, H, T, D] with elements of a row side by side; query head h reads key head h // (H // K).
+
+    Rows one element apart, as of `unfold`, are copied: PyTorch would lay its result out as they are, and write past it.
+    """
+    t = t if t.stride(-1) == 1 and 1 not in t.stride()[:-1] else t.contiguous()
     t = t if t.shape[2] == H else t.repeat_interleave(H // t.shape[2], 2)
     return t.transpose(1, 2)
