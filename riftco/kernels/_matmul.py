@@ -18,7 +18,10 @@ _onednn: Callable[..., Tensor] | None = (
 def through_onednn(x: Tensor, weight: Tensor) -> bool:
     """Whether `matmul` computes products of x by oneDNN, which gives them memory of their own."""
     plain = x.dtype == torch.float32 and x.device.type == "cpu" and min(weight.shape) >= WORTH_FROM
-    return plain and _onednn is not None and bool(torch.backends.mkldnn.enabled)
+    if not plain or _onednn is None or not torch.backends.mkldnn.enabled:
+        return False
+    (down, right), (N, K) = weight.stride(), weight.shape
+    return down >= right * K or right >= down * N  # oneDNN cannot describe rows that overlap
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:

@@ -40,3 +40,9 @@ def test_float16_and_other_devices_are_torchs(monkeypatch):
     assert torch.equal(matmul(x, w), x @ w.t())
     for other in (x, x.half(), x.to("meta")):
         assert not _matmul.through_onednn(other, torch.empty(999, 999))
+
+
+@pytest.mark.parametrize("stride", [(1, 1), (3, 1), (1, 3), (2, 2), (0, 1), (1, 0), (200, 100)])
+def test_weights_whose_rows_overlap(stride):
+    x, w = torch.randn(5, 128), torch.randn(40000).as_strided((128, 128), stride)
+    torch.testing.assert_close(matmul(x, w), x @ w.t(), rtol=1e-5, atol=1e-4)
