@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_linear_cross_entropy import problem
+from test_linear_cross_entropy import Live, problem
 
 from riftco.kernels.linear_cross_entropy import cpu, slices
 from riftco.kernels.linear_cross_entropy.plan import Filled, plan
@@ -41,3 +41,16 @@ def test_slices_of_views_hold_their_logits_alone():
         p = problem(x, weight, y, slice_bytes=9 * (row + more))
         *_, made = slices._prepare(cpu.LOSS, p)
         assert (made.slices, made.rows) == ((7, 9) if gap else (8, 8))
+
+
+@pytest.mark.parametrize("gap", [False, True])
+def test_what_onednn_makes_beside_the_logits_is_counted(gap):
+    """Of a weight as wide as it is long a slice's d_x, made apart and copied, is as large as its logits."""
+    N, C, slice_bytes = 512, 512, 256 << 10
+    x, weight, y = torch.randn(N, C), torch.randn(C, C), torch.arange(N)
+    if gap:
+        y[5] = -100
+    with Live() as live, torch.no_grad():
+        p = problem(x, weight, y, slice_bytes=slice_bytes)
+        cpu.backward(None, *p, torch.float32, [True, False, False, False, False])
+    assert live.peak - x.nbytes <= slice_bytes + 100 * N

@@ -25,8 +25,9 @@ class Head:
 
     def row_bytes(self, x_is_view: bool, d_x_in_place: bool) -> int:
         """What a row of a slice holds beside its logits' own: gathered x, its gradient, the adapter's inner rows."""
-        copies = (not x_is_view) + (self.p.frozen or not d_x_in_place)
-        return self.p.x.dtype.itemsize * (copies * self.p.C + 2 * self.rank + self.width - self.p.V)
+        p = self.p
+        copies = (not x_is_view) + (p.frozen or not d_x_in_place) + (not p.frozen and through_onednn(p.x, p.weight))
+        return p.x.dtype.itemsize * (copies * p.C + 2 * self.rank + self.width - p.V)
 
     @property
     def width(self) -> int:
