@@ -16,8 +16,11 @@ _onednn: Callable[..., Tensor] | None = (
 
 
 def through_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Whether `matmul` computes products of x by oneDNN, which gives them memory of their own."""
-    plain = x.dtype == torch.float32 and x.device.type == "cpu" and min(weight.shape) >= WORTH_FROM
+    """Whether `matmul` computes products of x by oneDNN, which gives them memory of their own.
+
+    Of meta tensors: whether it would on a CPU.
+    """
+    plain = x.dtype == torch.float32 and x.device.type in ("cpu", "meta") and min(weight.shape) >= WORTH_FROM
     if not plain or _onednn is None or not torch.backends.mkldnn.enabled:
         return False
     (down, right), (N, K) = weight.stride(), weight.shape
@@ -26,7 +29,7 @@ def through_onednn(x: Tensor, weight: Tensor) -> bool:
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """x [M, K] times weight [N, K] transposed, plus bias [N], on any device; the weight may have any strides."""
-    if _onednn is not None and x.shape[0] > 1 and through_onednn(x, weight):
+    if _onednn is not None and x.shape[0] > 1 and not x.is_meta and through_onednn(x, weight):
         made = _onednn(x, weight, None if bias is None else bias.contiguous(), "none", [], "")
         return made if out is None else out.copy_(made)
     if bias is None:

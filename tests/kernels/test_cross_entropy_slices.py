@@ -132,7 +132,7 @@ def test_slices_are_looked_at_once(monkeypatch, fields, gradient):
     from riftco.kernels.cross_entropy.cuda import rows as kernels
     from riftco.kernels.linear_cross_entropy import cuda
 
-    p = problem(29, 6, 33, 8, **fields)
+    p = problem(29, 6, 33, 8, slice_bytes=8 * 33 * 4, **fields)  # rows that lie together are views
     p.target[:3] = -100
     weight, classes = torch.rand(29), torch.rand(33)
     needs = [True, False, False, False, False]
@@ -263,7 +263,7 @@ def test_a_slice_is_two_products_and_a_launch(monkeypatch):
             return lambda *args, **constants: None
 
     for slices in (3, 5):
-        p, kernel = problem(16 * slices, 6, 32, 16, torch.bfloat16), Silent()
+        p, kernel = problem(16 * slices, 6, 32, 16, torch.bfloat16, slice_bytes=16 * 32 * 2), Silent()
         monkeypatch.setattr(kernels, "forward_rows", kernel)
         counted = torch.tensor([16 * slices, 0, 16 * slices - 1])
         with Ops() as ops, torch.no_grad():

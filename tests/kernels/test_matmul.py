@@ -39,7 +39,7 @@ def test_float16_and_other_devices_are_torchs(monkeypatch):
     x, w = torch.randn(5, 4), torch.randn(3, 4)
     assert torch.equal(matmul(x, w), x @ w.t())
     for other in (x, x.half(), x.to("meta")):
-        assert not _matmul.through_onednn(other, torch.empty(999, 999))
+        assert not _matmul.through_onednn(other, torch.empty(999, 999))  # without oneDNN
 
 
 @pytest.mark.parametrize("stride", [(1, 1), (3, 1), (1, 3), (2, 2), (0, 1), (1, 0), (200, 100)])

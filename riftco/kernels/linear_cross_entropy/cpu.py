@@ -20,6 +20,7 @@ LOSS = slices.Loss(
     _temporaries,
     most_bytes=32 << 20,
     host_counts=True,
+    onednn=True,
 )
 forward = functools.partial(slices.forward, LOSS)
 backward = functools.partial(slices.backward, LOSS)

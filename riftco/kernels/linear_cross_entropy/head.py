@@ -17,8 +17,10 @@ class Head:
     """z = x W^T + bias + scale (x A^T) B^T, with W dense or frozen. The adapter's part is written first and W's product
     added to it in float32: of two roundings to 16 bit, one is of the small part only."""
 
-    def __init__(self, p: Problem):
+    def __init__(self, p: Problem, onednn: bool = False):
+        """onednn: the device's float32 products go there, and have memory of their own."""
         self.p = p
+        self.apart = onednn and not p.frozen and through_onednn(p.x, p.weight)
         self.a = None if p.lora_a is None else p.lora_a.to(p.x.dtype)
         self.b = None if p.lora_b is None else (p.lora_b.to(p.acc) * p.lora_scale).to(p.x.dtype)  # scale is in it
         self.buffer: Tensor | None = None
@@ -26,7 +28,7 @@ class Head:
     def row_bytes(self, x_is_view: bool, d_x_in_place: bool) -> int:
         """What a row of a slice holds beside its logits' own: gathered x, its gradient, the adapter's inner rows."""
         p = self.p
-        copies = (not x_is_view) + (p.frozen or not d_x_in_place) + (not p.frozen and through_onednn(p.x, p.weight))
+        copies = (not x_is_view) + (p.frozen or not d_x_in_place) + self.apart
         return p.x.dtype.itemsize * (copies * p.C + 2 * self.rank + self.width - p.V)
 
     @property
@@ -36,7 +38,7 @@ class Head:
 
     def reserve(self, rows: int) -> None:
         """One buffer for every slice; products of a frozen weight and of oneDNN bring their own."""
-        if not (self.p.frozen or through_onednn(self.p.x, self.p.weight)):
+        if not (self.p.frozen or self.apart):
             width, V = self.width, self.p.V
             whole = self.p.x.new_empty(rows, width)
             self.buffer = whole if width == V else whole[:, :V]
@@ -84,6 +86,8 @@ class Head:
         elif d_inner is not None and self.a is not None:
             torch.mm(d_inner, self.a, out=out)
             _product(g, p.weight, out, more=True)
+        elif self.apart:
+            out.copy_(matmul(g, p.weight.t()))
         else:
             _product(g, p.weight, out)
 

@@ -41,6 +41,7 @@ class Loss:
     in_turn: cross_entropy.cuda.Slices, where a device has that: the launches of one call, with what they share worked
         out once.
     places: counts the rows that carry loss in one launch.
+    onednn: float32 products go through oneDNN (`_matmul`).
     filled(problem, need_weight): what sizes of slices suit the device's matmul of d_x.
     """
 
@@ -54,6 +55,7 @@ class Loss:
     power_above: Callable[[Tensor], Tensor] = power_above
     in_turn: Callable[..., Any] | None = None
     places: Places | None = None
+    onednn: bool = False
     filled: Callable[[Problem, bool], Filled | None] = lambda p, need_weight: None
 
 
@@ -199,7 +201,7 @@ def _as_given(x: Tensor) -> contextlib.AbstractContextManager:
 def _prepare(
     ce: Loss, p: Problem, counted: Tensor | None = None, filled: Filled | None = None
 ) -> tuple[Rows, heads.Head, Plan]:  # fmt: skip
-    rows, head = selection.Rows(p, ce.host_counts, ce.places, counted), heads.Head(p)
+    rows, head = selection.Rows(p, ce.host_counts, ce.places, counted), heads.Head(p, ce.onednn)
     row_bytes = p.V * (p.x.dtype.itemsize + ce.temporaries(p)) + head.row_bytes(rows.views, rows.index is None)
     slices = plan(rows.count, row_bytes, p.slice_bytes, ce.most_bytes, filled)
     head.reserve(slices.rows)
