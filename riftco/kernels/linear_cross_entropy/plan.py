@@ -27,8 +27,11 @@ class Filled:
     per_slice: float
 
     def cost(self, count: int, rows: int) -> float:
-        sizes = [rows] * (count // rows) + [count % rows] * (count % rows > 0)
-        return sum(-(-(-(-n // TILE) * self.columns) // self.processors) + self.per_slice for n in sizes)
+        def of(n: int) -> float:
+            return -(-(-(-n // TILE) * self.columns) // self.processors) + self.per_slice
+
+        full, rest = divmod(count, rows)
+        return full * of(rows) + (of(rest) if rest else 0.0)
 
     def better(self, count: int, most: int, rows: int) -> int:
         """`rows`, or a number of rows up to `most` that costs less."""
