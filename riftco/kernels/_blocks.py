@@ -21,7 +21,7 @@ class Wide:
 
     def __init__(self, t: Tensor, step: int):
         rows = t.reshape(-1, t.shape[-1])  # a view unless no two strides describe the rows
-        self.blocks = rows.split(step)  # once for all: a slice costs as much as a call
+        self.blocks = rows.split(step) if len(rows) > step else (rows,)  # once for all: a slice costs as much as a call
         self.narrow = t.dtype != torch.float32
         self.buffer: Tensor | None = None
         self.shape = step, t.shape[-1]

@@ -51,7 +51,7 @@ def test_planted_bugs(module, old, new, case):
     "old,new,case",
     [
         ("part.mul_(inverse_keep(seed, dropout_p))", "pass", "dropout"),
-        ("alpha=inverse)", "alpha=1.0)", "dropout"),
+        ("h, inverse)", "h, 1.0)", "dropout"),
         ("h = _masked(_given(lines)[chosen], seed, rows, lo, hi, dropout_p)", "h = _given(lines)[chosen]", "dropout"),
         ("        out[chosen].addmm_(left, right, alpha=scale)", "        out[chosen].addmm(left, right)", "rank 1"),
         ("            d_x.addmm_(up, base.tensors[0])", "            pass", "group"),

@@ -9,6 +9,7 @@ from .base import DENSE, dtypes, launcher, unpack
 from .dropout import inverse_keep, masked
 
 BLOCK_ROWS = 1024  # rows converted, or masked, at once
+ALL = slice(None)
 
 
 def forward(
@@ -58,13 +59,13 @@ def backward(
         parts = [up[chosen].to(D) for up in ups]
         if need_b:
             for d, part, own, scale in zip(d_bs, parts, _given(xa)[lo:hi].split(ranks, 1), scales):
-                d.view(part.shape[1], own.shape[1]).add_(part.t() @ own, alpha=scale)
+                _add(d.view(part.shape[1], own.shape[1]), ALL, part.t(), own, scale)
         if not (need_x or need_a):
             continue
         own = _joined([(part @ b).mul_(scale) for part, b, scale in zip(parts, bs, scales)], D, 1)
         if need_a:
             h = _masked(_given(lines)[chosen], seed, rows, lo, hi, dropout_p).to(D)
-            d_a.add_(own.t() @ h, alpha=inverse)
+            _add(d_a, ALL, own.t(), h, inverse)
         if need_x and seed is None:
             _add(d_x, chosen, own, a, 1.0)
         elif need_x:

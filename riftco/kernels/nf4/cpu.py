@@ -1,7 +1,8 @@
 """NF4 on the CPU: a stretch of the weight at a time is decoded into a small scratch and multiplied there.
 
 Decoding is one table look-up a byte: the table holds both float32 values of each of the 256 bytes as one int64, which
-index_select copies several times faster than rows of two floats.
+index_select copies several times faster than rows of two floats. It does so in one thread; gather, a third slower there,
+takes rows of indices in several.
 """
 
 import torch
@@ -10,9 +11,12 @@ from torch import Tensor
 from .. import _frozen
 from .spec import TABLE
 
-STEP = 1 << 17  # bytes decoded at once, so that the float32 values stay in the cache; a multiple of every block
+STEP = 1 << 19  # bytes decoded at once, so that the float32 values stay in the cache; a multiple of every block
+SHARED_FROM = 1 << 17  # bytes from which PyTorch divides a gather among threads
+LANES = 64  # rows of indices that threads divide among themselves
 BYTES = torch.arange(256)
 PAIRS = torch.stack((TABLE[BYTES >> 4], TABLE[BYTES & 15]), 1).view(torch.int64).view(-1)
+LINES = PAIRS.expand(LANES, 256)
 
 
 def forward(x: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None, N: int, K: int, block_size: int) -> Tensor:
@@ -63,14 +67,19 @@ def _decode_rows(codes: Tensor, absmax: Tensor, lo: int, hi: int, K: int, block_
 def _decode(packed: Tensor, absmax: Tensor, block_size: int, out: Tensor) -> Tensor:
     """uint8 [n] from the start of a block, absmax [blocks] -> [2 n] values, in `out`."""
     most = min(STEP, packed.numel())
-    indices = torch.empty(most, dtype=torch.int32)
+    shared = most >= SHARED_FROM and torch.get_num_threads() > 1
+    indices = torch.empty(most, dtype=torch.int64 if shared else torch.int32)
     exact = None if out.dtype == torch.float32 else torch.empty(2 * most, dtype=torch.float32)
     for lo in range(0, packed.numel(), STEP):
         source = packed[lo : lo + STEP]
         index = indices[: source.numel()].copy_(source)
         part = out[2 * lo : 2 * (lo + STEP)]
         values = part if exact is None else exact[: part.numel()]
-        torch.index_select(PAIRS, 0, index, out=values.view(torch.int64))
+        pairs = values.view(torch.int64)
+        if shared and index.numel() % LANES == 0:
+            torch.gather(LINES, 1, index.view(LANES, -1), out=pairs.view(LANES, -1))
+        else:
+            torch.index_select(PAIRS, 0, index, out=pairs)
         scale = absmax[2 * lo // block_size : -(-2 * (lo + STEP) // block_size)]
         full = values.numel() // block_size
         values[: full * block_size].view(full, block_size).mul_(scale[:full].unsqueeze(1))

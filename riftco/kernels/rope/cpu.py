@@ -34,15 +34,15 @@ def _turn(x: Tensor, out: Tensor, c: Tensor, s: Tensor, interleaved: bool) -> No
     (*lead, T, H, R), half = x.shape, c.shape[-1]
     step = step_of(T, x.numel() // max(T, 1))
     tables = (torch.complex(c, s),) if interleaved else (torch.cat((c, c), -1), s)
-    wide, turned = (torch.empty(*lead, step, H, R) for _ in range(2))
+    direct = x.dtype == torch.float32 and out is not x and not interleaved
+    wide, turned = (None, None) if direct else (torch.empty(*lead, step, H, R) for _ in range(2))
     for source, into, *table in zip(*(t.split(step, -3) for t in (x, out, *tables))):
-        a, b = (t.narrow(-3, 0, source.shape[-3]) for t in (wide, turned))
+        a, b = (into if t is None else t.narrow(-3, 0, source.shape[-3]) for t in (wide, turned))
         if interleaved:
             torch.view_as_complex(a.copy_(source).unflatten(-1, (half, 2))).mul_(table[0])
             into.copy_(a)
             continue
-        direct = x.dtype == torch.float32 and out is not x
-        a, b = (source, into) if direct else (a.copy_(source), b)
+        a = source if direct else a.copy_(source)
         torch.mul(a, table[0], out=b)
         b[..., :half].addcmul_(a[..., half:], table[1], value=-1)
         b[..., half:].addcmul_(a[..., :half], table[1])
