@@ -1,8 +1,8 @@
 """NF4 on the CPU: a stretch of the weight at a time is decoded into a small scratch and multiplied there.
 
 Decoding is one table look-up a byte: the table holds both float32 values of each of the 256 bytes as one int64, which
-index_select copies several times faster than rows of two floats. It does so in one thread; gather, a third slower there,
-takes rows of indices in several.
+index_select copies several times faster than rows of two floats. It does so in one thread; gather, a third slower in
+one, takes rows of indices in several.
 """
 
 import torch

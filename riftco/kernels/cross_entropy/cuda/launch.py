@@ -1,4 +1,4 @@
-"""Launches rows.py; the contract is op.py."""
+"""Launches rows.py and held.py; the contract is op.py."""
 
 import functools
 from typing import Any, NamedTuple
@@ -11,7 +11,8 @@ from .. import spec
 from ..route import of_call
 from ..spec import no_metrics
 from . import rows as kernels
-from .route import plan
+from .held import held_rows
+from .route import Held, held, plan
 
 LARGEST_INT = 2**31 - 1
 FEW = 1 << 17  # rows that one program counts
@@ -23,6 +24,7 @@ class Fixed(NamedTuple):
     constants: dict[str, Any]  # of both kernels
     keep: int
     in_use: frozenset[str]  # as route.py takes them
+    held: Held | None  # how held.py makes loss and gradient, where it does
 
 
 class _Rows(NamedTuple):
@@ -52,15 +54,30 @@ def fixed(
     metrics: bool, both: bool,
 ) -> Fixed:  # fmt: skip
     """aligned: rows begin at multiples of 16 bytes, their classes one behind the other; both: loss and gradient."""
-    chosen = plan(V, itemsize, aligned, metrics, V % 16 == 0 and not (smooth or softcap), both)
+    plain = V % 16 == 0 and not (smooth or softcap)
+    chosen = plan(V, itemsize, aligned, metrics, plain)
+    lean = both and plain and aligned and itemsize == 2 and not (metrics or classes)
     constants = {
         "HAS_ROW_WEIGHT": row_weight, "CLASS": classes, "SMOOTH": smooth, "SOFTCAP": softcap,
         "WIDE": (V + chosen.R * chosen.T * chosen.E) * stride > LARGEST_INT,
         "R": chosen.R, "T": chosen.T, "E": chosen.E, "num_warps": chosen.warps,
-        "maxnreg": chosen.registers,
     }  # fmt: skip
     used = {"metrics": metrics, "weight": classes, "softcap": softcap, "smoothing": smooth}
-    return Fixed(constants, chosen.keep, frozenset(name for name, held in used.items() if held))
+    in_use = frozenset(name for name, there in used.items() if there)
+    return Fixed(constants, chosen.keep, in_use, held(V) if lean else None)
+
+
+def held_constants(logits: Tensor, chosen: Held) -> dict[str, Any]:
+    return {
+        "CHUNKS": chosen.chunks, "HELD": chosen.held, "R": chosen.R, "T": chosen.T,
+        "HALF": logits.dtype == torch.float16, "PACKED": _packed(logits), "num_warps": chosen.warps,
+        "maxnreg": chosen.registers,
+    }  # fmt: skip
+
+
+def _packed(x: Tensor) -> bool:
+    """Whether held.py may take two elements at once, by instructions of capability 8.0; the interpreter has none."""
+    return opaque(x) and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
 def _rows(
@@ -122,6 +139,15 @@ def _forward(logits, target, row_weight, class_weight, d_loss, g: Tensor | None,
             return *out, *no_metrics(logits)
         if inner == N:  # one stride describes them: no row is divided
             inner, x_strides, g_strides = 1, [x_strides[1], 0, x_strides[2]], [g_strides[1], 0, g_strides[2]]
+        if g is not None and rows.fixed.held is not None:
+            ignore_index, _, z_loss, _, _, s, scale = rows.numbers
+            with on(logits):
+                held_rows[(N,)](
+                    rows.x, g, target.contiguous(), rows.row_weight, up, *out, 0, inner, *x_strides[:2], *g_strides[:2],
+                    stride_up, V, ignore_index, z_loss, s, scale, HAS_UP=up is not None,
+                    HAS_ROW_WEIGHT=rows.row_weight is not None, **held_constants(rows.x, rows.fixed.held),
+                )  # fmt: skip
+            return *out, *no_metrics(logits)
         with on(logits):
             kernels.forward_rows[(N,)](
                 rows.x, g, target.contiguous(), rows.row_weight, rows.class_weight, rows.weight_sum, up,

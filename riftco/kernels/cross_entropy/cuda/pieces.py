@@ -75,6 +75,32 @@ def score(x, cap, slope, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def label(target_ptr, row_weight_ptr, n, ignore_index, HAS_ROW_WEIGHT: tl.constexpr):
+    """(label, row weight, whether the row is computed) of row n."""
+    y = tl.load(target_ptr + n).to(tl.int64)
+    w = tl.load(row_weight_ptr + n) if HAS_ROW_WEIGHT else 1.0
+    return y, w, (y != ignore_index) & (y >= 0) & (w != 0.0)
+
+
+@triton.jit
+def shares(top, others, u_y, y, V, c):
+    """u_y - top, its exponential, and the row's sum of those from the others' part of it."""
+    d_y = tl.where(y < V, u_y - top, -float("inf"))
+    e_y = tl.exp2(d_y * c)
+    return d_y, e_y, others + e_y
+
+
+@triton.jit
+def slopes(top, others, total, e_y, a, over, up, z_loss, s):
+    """(k, the label's gradient): any other gradient is k exp(s (u - top)). a, over: spec.backward's, times up."""
+    if z_loss != 0.0:
+        over += 2 * z_loss * (s * top + log_of(total, others)) * up
+    r = 1 / total
+    rest_p = tl.where(others == float("inf"), 1.0, others * r)  # 1 - p, which keeps its digits
+    return (a + over) * r, over * (e_y * r) - a * rest_p
+
+
+@triton.jit
 def class_weights(weight_ptr, v, V, HAS: tl.constexpr):
     if HAS:
         w = tl.load(weight_ptr + v, mask=v < V, other=0.0)

@@ -8,14 +8,12 @@ DEEP_FROM = 40000  # classes from which a thread has 32 bytes on their way at on
 
 
 class Plan(NamedTuple):
-    """Tiles [T, R, E] of rows.py, how many of them at the row's end stay in registers between the two walks, and the
-    most registers of a thread where they are limited."""
+    """Tiles [T, R, E] of rows.py, and how many of them at the row's end stay in registers between the two walks."""
 
     warps: int
     R: int
     E: int
     keep: int
-    registers: int | None = None
 
     @property
     def T(self) -> int:
@@ -24,14 +22,11 @@ class Plan(NamedTuple):
 
 # classes up to which a row of 16-bit logits gets so many warps; measured on an H200, loss and gradient in one launch
 WARPS = ((256, 1), (2048, 2), (8192, 4), (16384, 8), (KEEP_FROM - 1, 16))
-# the same of plain rows of which nothing is kept: (classes, R, registers). Few enough registers for four programs of 16
-# warps on a multiprocessor, or for two where the rows of four outgrow the L2 cache
-LEAN_FROM, LEAN_WARPS, LEAN = 16385, 16, ((40960, 2, 32), (KEEP_FROM - 1, 4, 64))
 
 
-def plan(V: int, itemsize: int, aligned: bool, metrics: bool, plain: bool, both: bool = False) -> Plan:
+def plan(V: int, itemsize: int, aligned: bool, metrics: bool, plain: bool) -> Plan:
     """V classes of `itemsize` bytes; aligned: rows can be read 16 bytes at a time; plain: no option but weights and
-    z_loss, and V a multiple of 16; both: loss and gradient in one launch.
+    z_loss, and V a multiple of 16.
 
     With 32 warps a row has a multiprocessor for itself: 16 bytes a thread at once do not cover the memory's latency
     (16 KiB on their way, 25 wanted), 32 bytes do; two rows of 16 warps want them too once they outgrow the L2 cache.
@@ -43,9 +38,38 @@ def plan(V: int, itemsize: int, aligned: bool, metrics: bool, plain: bool, both:
     elements = 16 // itemsize
     if not aligned:
         return Plan(min(warps, 16), elements, 1, 1)
-    if plain and both and not metrics and itemsize == 2 and LEAN_FROM <= V < KEEP_FROM:
-        R, registers = next((R, registers) for most, R, registers in LEAN if most >= V)
-        return Plan(LEAN_WARPS, R, elements, 0, registers)
     R = 2 if V > DEEP_FROM and not metrics else 1  # with metrics, registers would spill
     keep = 2 if plain and not metrics and itemsize == 2 and KEEP_FROM <= V else 1
     return Plan(warps, R, elements, keep)
+
+
+class Held(NamedTuple):
+    """How held.py takes a row: its chunks of T times 16 bytes, how many of the last are held, how many others come at
+    once, and the most registers of a thread."""
+
+    warps: int
+    chunks: int
+    held: int
+    R: int
+    registers: int
+
+    @property
+    def T(self) -> int:
+        return 32 * self.warps
+
+
+HELD_FROM, MOST = 16385, 1 << 30  # classes; offsets of more would not fit 32 bits
+# classes up to which a row of 16-bit logits gets so many (warps, chunks at once, registers); measured on an H200 at
+# 32000, 49152, 65024, 128256 and 256000: four programs of 16 warps on a multiprocessor, three and two, as the rows in
+# flight must leave room in the L2 cache, then one of 32
+SHAPES = ((24576, 16, 2, 32), (32768, 16, 3, 32), (49152, 16, 3, 40), (65536, 16, 4, 64), (MOST, 32, 4, 64))
+
+
+def held(V: int) -> Held | None:
+    """For loss and gradient of V classes, a multiple of 16, of 16 bits, in rows that can be read 16 bytes at a time,
+    without options but row weights and z_loss. At least one chunk is held, the last, which V may end within."""
+    if not HELD_FROM <= V <= MOST:
+        return None
+    _, warps, R, registers = next(shape for shape in SHAPES if shape[0] >= V)
+    chunks = -(-V // (256 * warps))
+    return Held(warps, chunks, chunks % R or R, R, registers)

@@ -8,13 +8,6 @@ from .pieces import LARGEST
 
 
 @triton.jit
-def _label(target_ptr, row_weight_ptr, n, ignore_index, HAS_ROW_WEIGHT: tl.constexpr):
-    y = tl.load(target_ptr + n).to(tl.int64)
-    w = tl.load(row_weight_ptr + n) if HAS_ROW_WEIGHT else 1.0
-    return y, w, (y != ignore_index) & (y >= 0) & (w != 0.0)
-
-
-@triton.jit
 def _weights_of(
     class_weight_ptr, weight_sum_ptr, y, V, smoothing, CLASS: tl.constexpr, SMOOTH: tl.constexpr
 ):  # fmt: skip
@@ -62,14 +55,13 @@ def forward_rows(
     KEEP: tl.constexpr, R: tl.constexpr, T: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """The row's statistics and loss; with GRAD its gradient in a second walk, from the end: the last tiles lie in L2,
-    the last KEEP of them stay in registers; with KEEP = 0 all of the row is read twice. x and g hold the rows from
-    `first` on, all else holds all rows.
+    the last KEEP of them stay in registers. x and g hold the rows from `first` on, all else holds all rows.
     """
     n = tl.program_id(0)
     outer = (n // inner).to(tl.int64)
     within = (n % inner).to(tl.int64)
     row_of_all = n.to(tl.int64) + first
-    y, row_weight, live = _label(target_ptr, row_weight_ptr, row_of_all, ignore_index, HAS_ROW_WEIGHT)
+    y, row_weight, live = pieces.label(target_ptr, row_weight_ptr, row_of_all, ignore_index, HAS_ROW_WEIGHT)
     if GRAD:
         g_row = g_ptr + outer * g_outer + within * g_inner
     loss = 0.0
@@ -88,8 +80,7 @@ def forward_rows(
         if GRAD:  # read here, where it costs no time
             up = (tl.load(up_ptr + row_of_all * stride_up).to(tl.float32) if HAS_UP else 1.0) * row_weight * scale
         state = _start(T)
-        full = tl.maximum(tl.cdiv(V, BLOCK) - KEEP, 0) if KEEP > 0 else V // BLOCK
-        short = (KEEP == 0) & (full * BLOCK < V)
+        full = tl.maximum(tl.cdiv(V, BLOCK) - KEEP, 0)
         hot_class = tl.where(y < V, y, -1).to(tl.int32)
         for b in range(full):
             v = b * BLOCK + o
@@ -111,41 +102,18 @@ def forward_rows(
                 kept[i], (full + i) * BLOCK, v, V, state, hot_class, u_y, class_weight_ptr, cap, slope, c,
                 SOFTCAP, CLASS, SMOOTH, METRICS, True,
             )  # fmt: skip
-        if short:
-            v = full * BLOCK + o
-            at = v.to(tl.int64) if WIDE else v
-            x = tl.load(row + at * stride_x, mask=v < V, other=-float("inf"), eviction_policy="evict_last")
-            state = pieces.statistics(
-                x, full * BLOCK, v, V, state, hot_class, u_y, class_weight_ptr, cap, slope, c,
-                SOFTCAP, CLASS, SMOOTH, METRICS, True,
-            )  # fmt: skip
         top, others, h, q, argmax = pieces.combined(state, u_y, c, METRICS, SMOOTH)
-        d_y = tl.where(y < V, u_y - top, -float("inf"))
-        e_y = tl.exp2(d_y * c)
-        total = others + e_y
+        d_y, e_y, total = pieces.shares(top, others, u_y, y, V, c)
         a, rest, even_y = _weights_of(class_weight_ptr, weight_sum_ptr, y, V, smoothing, CLASS, SMOOTH)
         if GRAD:
             up = tl.where(y < V, up, float("nan"))
-            over = rest * up
-            if z_loss != 0.0:
-                over += 2 * z_loss * (s * top + pieces.log_of(total, others)) * up
-            r = 1 / total
-            k = (a * up + over) * r
-            rest_p = tl.where(others == float("inf"), 1.0, others * r)  # 1 - p, which keeps its digits
-            hot = over * (e_y * r) - a * up * rest_p - even_y * up
+            k, hot = pieces.slopes(top, others, total, e_y, a * up, rest * up, up, z_loss, s)
+            hot -= even_y * up
             even = smoothing / V * up
             for i in tl.static_range(KEEP):
                 v = (full + i) * BLOCK + o
                 at = v.to(tl.int64) if WIDE else v
                 x = pieces.opaque(kept[i]) if OPAQUE else kept[i]
-                d = pieces.gradient(
-                    x, v, V, top, c, k, even, class_weight_ptr, cap, slope, SOFTCAP, CLASS, SMOOTH
-                ).to(g_ptr.dtype.element_ty)  # fmt: skip
-                tl.store(g_row + at * stride_g, d, mask=v < V, cache_modifier=".cs")
-            if short:
-                v = full * BLOCK + o
-                at = v.to(tl.int64) if WIDE else v
-                x = tl.load(row + at * stride_x, mask=v < V, other=-float("inf"), eviction_policy="evict_first")
                 d = pieces.gradient(
                     x, v, V, top, c, k, even, class_weight_ptr, cap, slope, SOFTCAP, CLASS, SMOOTH
                 ).to(g_ptr.dtype.element_ty)  # fmt: skip
@@ -193,7 +161,7 @@ def backward_rows(
 ):  # fmt: skip
     """d_logits [N, V] from the upstream gradients of the row's loss and lse."""
     n = tl.program_id(0).to(tl.int64)
-    y, row_weight, live = _label(target_ptr, row_weight_ptr, n, ignore_index, HAS_ROW_WEIGHT)
+    y, row_weight, live = pieces.label(target_ptr, row_weight_ptr, n, ignore_index, HAS_ROW_WEIGHT)
     g_row = g_ptr + n * V
     if live:
         c = s * 1.4426950408889634

@@ -7,7 +7,8 @@ from torch import Tensor
 from ..._launch import Again, on
 from ..route import FEW, of_call
 from . import rows as kernels
-from .launch import LARGEST_INT, fixed, numbers_of, opaque, per_row
+from .held import held_rows
+from .launch import LARGEST_INT, fixed, held_constants, numbers_of, opaque, per_row
 
 
 class Slices:
@@ -27,10 +28,7 @@ class Slices:
         self.up, self.stride_up = per_row(d_loss)
         self.out, self.options, self.metrics, self.gradient = out, options, metrics, gradient
         self.classes = None if class_weight is None else class_weight.sum()
-        self.rows = (
-            self.target, self.row_weight, class_weight, self.classes, self.up, *out, *[None] * (6 - len(out)),
-        )  # fmt: skip
-        self.numbers = numbers_of(options)
+        self.class_weight = class_weight
         self.most, self.look = 0, (0, 0, False, False)
 
     def __call__(self, logits: Tensor, first: int) -> None:
@@ -45,7 +43,7 @@ class Slices:
             return
         g = logits if self.gradient else None
         with on(logits):
-            self.launch(n, logits, g, *self.rows, first, *self.strides, V, *self.numbers)
+            self.launch(n, logits, g, *self.tensors, first, *self.scalars)
 
     def _look(self, logits: Tensor, look: tuple[int, int, bool, bool]) -> None:
         n, V = logits.shape
@@ -56,7 +54,20 @@ class Slices:
             V, stride, logits.dtype.itemsize, aligned and stride == 1 and step % 16 == 0, self.row_weight is not None,
             self.classes is not None, smoothing > 0, softcap > 0, self.metrics, self.gradient,
         )  # fmt: skip
-        self.strides = (1, step, 0, stride, step, 0, stride, self.stride_up)
+        weighted, numbers = self.row_weight is not None, numbers_of(self.options)
+        if self.fixed.held is not None:
+            self.tensors = (self.target, self.row_weight, self.up, *self.out)
+            self.scalars = (1, step, 0, step, 0, self.stride_up, V, numbers[0], numbers[2], *numbers[-2:])
+            self.launch = Again(
+                held_rows, HAS_UP=self.up is not None, HAS_ROW_WEIGHT=weighted,
+                **held_constants(logits, self.fixed.held),
+            )  # fmt: skip
+            return
+        nothing = [None] * (6 - len(self.out))
+        self.tensors = (
+            self.target, self.row_weight, self.class_weight, self.classes, self.up, *self.out, *nothing,
+        )  # fmt: skip
+        self.scalars = (1, step, 0, stride, step, 0, stride, self.stride_up, V, *numbers)
         self.launch = Again(
             kernels.forward_rows, GRAD=self.gradient, HAS_UP=self.up is not None, METRICS=self.metrics,
             OPAQUE=opaque(logits), KEEP=self.fixed.keep, **self.fixed.constants,

@@ -1,0 +1,221 @@
+"""Loss and gradient of long plain rows of 16-bit logits: a program a row, few instructions an element.
+
+Logits come two in a 32-bit word, chunks of T times 16 bytes; the last chunks of a row stay in registers between the
+two walks, the others are read again from the L2 cache. An exponential is one fused multiply-add and one exp2: with
+t = top c rounded to float32, exp2(u c - t) differs from exp2((u - top) c) by the same factor for all u, which `fma`
+gives exactly, so nothing is lost at large logits.
+"""
+
+import triton
+import triton.language as tl
+
+from . import pieces
+from .pieces import LARGEST
+
+FAR = tl.constexpr(3e38)  # beyond it top c or u c may be infinite: such rows are computed from u - top
+
+
+@triton.jit
+def _halves(w, HALF: tl.constexpr):
+    if HALF:
+        low = w.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = (w >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        low = (w << 16).to(tl.float32, bitcast=True)
+        high = (w & -65536).to(tl.float32, bitcast=True)
+    return low, high
+
+
+@triton.jit
+def _bits(x, HALF: tl.constexpr):
+    """float32 rounded to 16 bits, in the lower half of a word."""
+    return x.to(tl.float16 if HALF else tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def _word(low, high, HALF: tl.constexpr, PACKED: tl.constexpr):
+    if PACKED and HALF:
+        w = tl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], tl.int32, True, 1)
+    elif PACKED:
+        w = tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], tl.int32, True, 1)
+    else:
+        w = (_bits(high, HALF) << 16) | _bits(low, HALF)
+    return w
+
+
+@triton.jit
+def _larger(a, b, HALF: tl.constexpr, PACKED: tl.constexpr):
+    if PACKED and HALF:
+        w = tl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
+    elif PACKED:
+        w = tl.inline_asm_elementwise("max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
+    else:
+        a_low, a_high = _halves(a, HALF)
+        b_low, b_high = _halves(b, HALF)
+        w = _word(tl.maximum(a_low, b_low), tl.maximum(a_high, b_high), HALF, False)
+    return w
+
+
+@triton.jit
+def _nothing(HALF: tl.constexpr):
+    """The bits of -inf."""
+    return tl.full([], 0xFC00 if HALF else 0xFF80, tl.int32)
+
+
+@triton.jit
+def _with(w, o, y, bits):
+    """Words of the pairs o, with the 16 bits in place of class y's."""
+    even = (w & -65536) | bits
+    odd = (w & 0xFFFF) | (bits << 16)
+    return tl.where(o == (y >> 1), tl.where((y & 1) == 0, even, odd), w)
+
+
+@triton.jit
+def _load(row, o, pairs, TAIL: tl.constexpr, HALF: tl.constexpr, EVICT: tl.constexpr):
+    NOTHING: tl.constexpr = -67044352 if HALF else -8323200  # twice -inf
+    if TAIL:
+        w = tl.load(row + o, mask=o < pairs, other=NOTHING, eviction_policy=EVICT)
+    else:
+        w = tl.load(row + o, eviction_policy=EVICT)
+    return w
+
+
+@triton.jit
+def _chunks(row, start, o, pairs, N: tl.constexpr, LAST: tl.constexpr, HALF: tl.constexpr, EVICT: tl.constexpr):
+    """N chunks from pair `start` on; LAST: the row ends within the last of them."""
+    words = ()
+    for i in tl.static_range(N):
+        at = start + i * o.shape[0] * o.shape[1] + o
+        words = words + (_load(row, at, pairs, LAST and i == N - 1, HALF, EVICT),)  # type: ignore[assignment]
+    return words
+
+
+@triton.jit
+def _statistics(words, start, o, y, m, t, s, c, HALF: tl.constexpr, PACKED: tl.constexpr):
+    """Chunks from pair `start` on into a thread's state: m the largest u, t = m c, s the sum of exp2(u c - t), all
+    without the label y. Also the chunks with -inf in y's place."""
+    N: tl.constexpr = len(words)
+    B: tl.constexpr = o.shape[0] * o.shape[1]
+    if (y >= 2 * start) & (y < 2 * (start + N * B)):
+        without = ()
+        for i in tl.static_range(N):
+            without = without + (_with(words[i], start + i * B + o, y, _nothing(HALF)),)  # type: ignore[assignment]
+        words = without
+    most = words[0]
+    for i in tl.static_range(1, N):
+        most = _larger(most, words[i], HALF, PACKED)
+    low, high = _halves(most, HALF)
+    m = tl.maximum(m, tl.max(tl.maximum(low, high), 1))
+    new = tl.minimum(tl.maximum(m * c, -FAR), FAR)
+    s *= tl.exp2(t - new)
+    for i in tl.static_range(N):
+        low, high = _halves(words[i], HALF)
+        s += tl.sum(tl.exp2(tl.fma(low, c, -new[:, None])) + tl.exp2(tl.fma(high, c, -new[:, None])), 1)
+    return words, m, new, s
+
+
+@triton.jit
+def _store(g_row, w, t, k, hot, c, start, o, y, pairs, TAIL: tl.constexpr, HALF: tl.constexpr, PACKED: tl.constexpr):
+    low, high = _halves(w, HALF)
+    d = _word(tl.exp2(tl.fma(low, c, -t)) * k, tl.exp2(tl.fma(high, c, -t)) * k, HALF, PACKED)
+    if (y >= 2 * start) & (y < 2 * (start + o.shape[0] * o.shape[1])):
+        d = _with(d, start + o, y, _bits(hot, HALF))
+    if TAIL:
+        tl.store(g_row + start + o, d, mask=start + o < pairs, cache_modifier=".cs")
+    else:
+        tl.store(g_row + start + o, d, cache_modifier=".cs")
+
+
+@triton.jit
+def _slopes(top, others, u_y, y, V, c, up, z_loss, s):
+    _, e_y, total = pieces.shares(top, others, u_y, y, V, c)
+    return pieces.slopes(top, others, total, e_y, up, tl.full([], 0.0, tl.float32), up, z_loss, s)
+
+
+@triton.jit
+def _far_sum(row, pairs, y, top, c, o, CHUNKS: tl.constexpr, HALF: tl.constexpr):
+    s = tl.zeros([o.shape[0]], tl.float32)
+    for i in range(CHUNKS):
+        at = i * o.shape[0] * o.shape[1] + o
+        w = _with(_load(row, at, pairs, True, HALF, ""), at, y, _nothing(HALF))
+        low, high = _halves(w, HALF)
+        s += tl.sum(tl.exp2((low - top) * c) + tl.exp2((high - top) * c), 1)
+    return tl.sum(s, 0)
+
+
+@triton.jit
+def _far_gradient(row, g_row, pairs, y, top, k, hot, c, o, CHUNKS: tl.constexpr, HALF: tl.constexpr):
+    for i in range(CHUNKS):
+        at = i * o.shape[0] * o.shape[1] + o
+        low, high = _halves(_load(row, at, pairs, True, HALF, ""), HALF)
+        d = _word(tl.exp2((low - top) * c) * k, tl.exp2((high - top) * c) * k, HALF, False)
+        tl.store(g_row + at, _with(d, at, y, _bits(hot, HALF)), mask=at < pairs)
+
+
+@triton.jit(do_not_specialize=["first"])
+def held_rows(
+    x_ptr, g_ptr, target_ptr, row_weight_ptr, up_ptr, loss_ptr, top_ptr, log_total_ptr,
+    first, inner, x_outer, x_inner, g_outer, g_inner, stride_up, V, ignore_index, z_loss, s, scale,
+    HAS_UP: tl.constexpr, HAS_ROW_WEIGHT: tl.constexpr, CHUNKS: tl.constexpr, HELD: tl.constexpr, R: tl.constexpr,
+    T: tl.constexpr, HALF: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """As rows.forward_rows with GRAD; of CHUNKS chunks the last HELD are held, the others come R at a time."""
+    n = tl.program_id(0)
+    row_of_all = n.to(tl.int64) + first
+    y, row_weight, live = pieces.label(target_ptr, row_weight_ptr, row_of_all, ignore_index, HAS_ROW_WEIGHT)
+    outer, within = (n // inner).to(tl.int64), (n % inner).to(tl.int64)
+    x_row = x_ptr + outer * x_outer + within * x_inner
+    g_row = (g_ptr + outer * g_outer + within * g_inner).to(tl.pointer_type(tl.int32), bitcast=True)
+    row = x_row.to(tl.pointer_type(tl.int32), bitcast=True)
+    pairs = V // 2
+    o = tl.arange(0, T)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    B: tl.constexpr = T * 4
+    FREE: tl.constexpr = CHUNKS - HELD
+    loss = 0.0
+    top = 0.0
+    log_total = 0.0
+    if live:
+        c = s * pieces.LOG2E
+        u_y = tl.load(x_row + y, mask=y < V, other=0.0).to(tl.float32)
+        u_y = tl.where(y < V, u_y, float("nan"))
+        up = (tl.load(up_ptr + row_of_all * stride_up).to(tl.float32) if HAS_UP else 1.0) * row_weight * scale
+        at_y = tl.where(y < V, y, -1).to(tl.int32)
+        sums = tl.zeros([T], tl.float32)
+        m = sums - LARGEST
+        t = sums - FAR
+        for b in range(FREE // R):
+            words = _chunks(row, b * R * B, o, pairs, R, False, HALF, "evict_last")
+            words, m, t, sums = _statistics(words, b * R * B, o, at_y, m, t, sums, c, HALF, PACKED)
+        held = _chunks(row, FREE * B, o, pairs, HELD, True, HALF, "evict_first")
+        held, m, t, sums = _statistics(held, FREE * B, o, at_y, m, t, sums, c, HALF, PACKED)
+        top = tl.minimum(tl.maximum(tl.max(m, 0), u_y), LARGEST)  # NaN of no class counts for nothing
+        whole = top * c
+        lost = tl.fma(top, c, -whole)
+        up = tl.where(y < V, up, float("nan"))
+        if tl.abs(whole) <= FAR:
+            others = tl.sum(sums * tl.exp2(t - whole - lost), 0)
+            k, hot = _slopes(top, others, u_y, y, V, c, up, z_loss, s)
+            k *= tl.exp2(-lost)
+            for i in tl.static_range(HELD):
+                start = (FREE + i) * B
+                _store(g_row, held[i], whole, k, hot, c, start, o, at_y, pairs, i == HELD - 1, HALF, PACKED)
+            for b in range(FREE // R):
+                start = (FREE - R - b * R) * B
+                again = _chunks(row, start, o, pairs, R, False, HALF, "evict_first")
+                for i in tl.static_range(R):
+                    _store(g_row, again[i], whole, k, hot, c, start + i * B, o, at_y, pairs, False, HALF, PACKED)
+        else:
+            others = _far_sum(row, pairs, at_y, top, c, o, CHUNKS, HALF)
+            k, hot = _slopes(top, others, u_y, y, V, c, up, z_loss, s)
+            _far_gradient(row, g_row, pairs, at_y, top, k, hot, c, o, CHUNKS, HALF)
+        d_y, _, total = pieces.shares(top, others, u_y, y, V, c)
+        log_total = pieces.log_of(total, others)
+        log_p = tl.where(y < V, s * d_y, float("nan")) - log_total
+        lse = s * top + log_total
+        loss = (pieces.times(z_loss, lse * lse) - log_p) * row_weight
+    else:
+        for i in range(CHUNKS):
+            tl.store(g_row + i * B + o, tl.zeros([T, 4], tl.int32), mask=i * B + o < pairs)
+    tl.store(loss_ptr + row_of_all, loss)
+    tl.store(top_ptr + row_of_all, top)
+    tl.store(log_total_ptr + row_of_all, log_total)
