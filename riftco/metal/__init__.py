@@ -27,6 +27,7 @@ PLAIN = {
     "adam_advance": "one addition for each step count",
     "cached_attention_write": "rows are copied into slots and pages",
     "cross_entropy_labelled": "a count of labels",
+    "cross_entropy_mean_fwd_bwd_": "never asked for here: the count and the fused pass are, one after the other",
     "linear_cross_entropy_places": "a count of labels",
     "lora_rescale_bwd": "DoRA alone asks for it: a factor for each feature",
     "lora_rescale_fwd": "DoRA alone asks for it: a factor for each feature",

@@ -72,7 +72,7 @@ def test_fullgraph(device, dynamic):
             la, lb = cross_entropy(a, y), fn(b, y)
             la.backward()
             lb.backward()
-            assert torch.equal(la, lb)
+            torch.testing.assert_close(la, lb, rtol=2.4e-7, atol=0)  # the rows' losses are added in another order
             torch.testing.assert_close(a.grad, b.grad)  # one pass here, two there
 
 
@@ -218,8 +218,8 @@ def test_errors(monkeypatch):
         ("pieces", "g *= 1 - (u / cap) * (u / cap)", "g *= 1 + (u / cap) * (u / cap)", "softcap"),
         ("pieces", "at = tl.where(top > best, first, at)", "at = first", "metrics, several blocks"),
         ("pieces", "h = (h + s * tl.where(s > 0, m - new, 0.0)) * decay", "h = h * decay", "metrics, several blocks"),
-        ("rows", "over += 2 * z_loss", "over += z_loss", "z_loss"),
-        ("rows", "a * up * rest_p", "a * up", "own denominator"),
+        ("pieces", "over += 2 * z_loss", "over += z_loss", "z_loss"),
+        ("pieces", "- a * rest_p", "- a", "own denominator"),
         ("rows", "V, smoothing, CLASS, SMOOTH)\n        if", "V, 0.0, CLASS, SMOOTH)\n        if", "smoothing"),
     ],
 )  # fmt: skip

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._arguments import flags
-from .._contract import Function, checks_enabled, choose, define, needs_grad, once_differentiable
+from .._contract import TABLE, Function, checks_enabled, choose, define, needs_grad, once_differentiable
 from . import spec
 from .checks import check, check_inplace, check_options, check_targets, class_weight_for, ignored
 
@@ -14,6 +14,7 @@ HERE = "riftco.kernels.cross_entropy"
 INPUTS = "Tensor target, Tensor? row_weight, Tensor? class_weight"
 OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap, float logit_scale"
 ROWS = "Tensor loss, Tensor top, Tensor log_total, Tensor log_prob, Tensor entropy, Tensor argmax"
+MEAN, LABELLED = "cross_entropy_mean_fwd_bwd_", "the labelled rows"
 FUSED = ("cpu", "cuda", "mps")  # devices whose launchers make the loss and its gradient in one pass
 
 
@@ -47,6 +48,10 @@ def _fake_fwd_bwd_(logits, target, row_weight, class_weight, d_loss, *options):
     return _fake_rows(logits, options[-1])
 
 
+def _fake_mean_fwd_bwd_(logits, g, target, row_weight, class_weight, *options):
+    return *_fake_rows(logits, options[-1]), *(logits.new_empty((), dtype=torch.float32) for _ in range(2))
+
+
 fwd = define(
     "cross_entropy_fwd",
     f"(Tensor logits, {INPUTS}, {OPTIONS}, bool metrics) -> ({ROWS})",
@@ -77,6 +82,14 @@ fwd_bwd_ = define(
     launchers=_launchers("forward_backward_", FUSED),
     routes=f"{HERE}.route:routes",
 )
+# the mean over the labelled rows: on CUDA the fused pass begins while they are counted
+mean_fwd_bwd_ = define(
+    MEAN,
+    f"(Tensor logits, Tensor(a!) g, {INPUTS}, {OPTIONS}, bool metrics) -> ({ROWS}, Tensor mean, Tensor reciprocal)",
+    fake=_fake_mean_fwd_bwd_,
+    spec=f"{HERE}.spec:mean_forward_backward_",
+    launchers={"cuda": f"{HERE}.cuda:mean_forward_backward_", "mps": f"{HERE}.spec:mean_forward_backward_"},
+)
 scale_ = define(
     "cross_entropy_scale_",
     "(Tensor(a!) g, Tensor scale) -> ()",
@@ -84,7 +97,7 @@ scale_ = define(
     spec=f"{HERE}.spec:scale_",
     launchers={"cuda": f"{HERE}.cuda:scale_", "mps": "riftco.metal.cross_entropy:scale_"},
 )
-# what a mean needs before the fused pass, in one launch instead of PyTorch's seven
+# what other devices and the sliced head need for a mean before the fused pass
 labelled = define(
     "cross_entropy_labelled",
     "(Tensor target, int ignore_index) -> (Tensor, Tensor)",
@@ -133,22 +146,20 @@ class RowLosses(Function):
 class SummedLoss(Function):
     """sum(loss) / over with its gradient made in the same pass, in a buffer that the first backward gives away.
 
-    divisor: (over, its reciprocal), or None for the sum.
+    divisor: (over, its reciprocal), LABELLED for the number of labelled rows, or None for the sum.
     """
 
     @staticmethod
     def forward(ctx, logits, target, row_weight, class_weight, divisor, options, metrics, inplace):
-        d_loss = None if divisor is None else divisor[1].expand(target.shape)
-        args = (target, row_weight, class_weight, d_loss, *options, metrics)
+        loss, d_loss, out, d_logits = _summed(
+            logits, target, row_weight, class_weight, divisor, options, metrics, inplace
+        )
         if inplace:
-            out, d_logits = fwd_bwd_(logits, *args), logits.detach()
             torch.autograd.graph.increment_version(logits)
             ctx.save_for_backward(d_logits)
         else:
-            *out, d_logits = fwd_bwd(logits, *args)
             ctx.save_for_backward(d_logits, logits, target, row_weight, class_weight, d_loss, out[1], out[2])
         ctx.options, ctx.inplace, ctx.given = options, inplace, False
-        loss = out[0].sum() if divisor is None else out[0].sum() / divisor[0]
         ctx.mark_non_differentiable(*out)
         ctx.set_materialize_grads(False)
         return loss, *out
@@ -172,6 +183,22 @@ class SummedLoss(Function):
         d_loss = d_total.expand(target.shape) if d_loss is None else d_loss * d_total
         tensors = (logits, target, row_weight, class_weight, top, log_total)
         return bwd(d_loss, None, *tensors, *ctx.options), *none
+
+
+def _summed(logits, target, row_weight, class_weight, divisor, options, metrics, inplace):
+    """(loss, the rows' upstream gradient, the rows' numbers, d_logits)"""
+    if divisor == LABELLED:
+        d_logits = logits.detach() if inplace else torch.empty_like(logits, memory_format=torch.contiguous_format)
+        args = (d_logits, target, row_weight, class_weight, *options, metrics)
+        *out, loss, reciprocal = mean_fwd_bwd_(logits, *args)
+        return loss, reciprocal.expand(target.shape), out, d_logits
+    d_loss = None if divisor is None else divisor[1].expand(target.shape)
+    args = (target, row_weight, class_weight, d_loss, *options, metrics)
+    if inplace:
+        out, d_logits = fwd_bwd_(logits, *args), logits.detach()
+    else:
+        *out, d_logits = fwd_bwd(logits, *args)
+    return out[0].sum() if divisor is None else out[0].sum() / divisor[0], d_loss, out, d_logits
 
 
 def cross_entropy(
@@ -297,10 +324,10 @@ def denominator_of(
 
 
 def _divisor(logits: Tensor, target: Tensor, class_weight: Tensor | None, ignore_index: int, denominator):
-    """What a mean divides by and its reciprocal, on the logits' device."""
+    """What a mean divides by and its reciprocal, on the logits' device; LABELLED where the fused pass counts rows."""
     acc = _acc(logits)
     if denominator is None and class_weight is None and acc == torch.float32:
-        return labelled(target, ignore_index)
+        return LABELLED if _counts(logits) else labelled(target, ignore_index)
     over = denominator_of(target, class_weight, ignore_index, denominator)
     if isinstance(over, Tensor):
         over = over.to(logits.device, acc)
@@ -331,6 +358,10 @@ def _fused(logits: Tensor) -> bool:
         return False
     path = choose("cross_entropy_fwd", logits.device.type, logits.dtype).path
     return path in (f"{HERE}.spec:forward", *_launchers("forward", FUSED).values())
+
+
+def _counts(logits: Tensor) -> bool:
+    return choose(MEAN, logits.device.type, logits.dtype).path == TABLE[MEAN].launchers["cuda"]
 
 
 def _traced() -> bool:

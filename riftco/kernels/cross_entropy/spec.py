@@ -131,6 +131,20 @@ def labelled(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     return over, over.reciprocal()
 
 
+def mean_forward_backward_(
+    logits: Tensor, g: Tensor, target: Tensor, row_weight: Tensor | None, class_weight: Tensor | None,
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, logit_scale: float, metrics: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """What `forward` returns, the losses' mean over `labelled` rows, and one over their number; the mean's gradient in
+    g, which may be the logits."""
+    options = (ignore_index, label_smoothing, z_loss, softcap, logit_scale, metrics)
+    over, reciprocal = labelled(target, ignore_index)
+    d_loss = reciprocal.expand(target.shape)
+    *out, made = forward_backward(logits, target, row_weight, class_weight, d_loss, *options)
+    g.copy_(made)
+    return *out, out[0].sum() / over, reciprocal
+
+
 def places(target: Tensor, row_weight: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor]:
     """The reciprocal of `labelled`, and int64 [3]: how many rows carry loss (a label, and a weight that is not 0), the
     first of them (the number of all where there is none) and the last (-1), all counted as if in one dimension."""

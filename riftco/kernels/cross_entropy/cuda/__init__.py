@@ -1,6 +1,15 @@
-"""Cross-entropy in Triton: pieces.py, rows.py (kernels), route.py (which tiles); launch.py, slices.py (launchers)."""
+"""Cross-entropy in Triton: pieces, rows, held, hopper (kernels), route (which tiles); launch, slices (launchers)."""
 
-from .launch import backward, forward, forward_backward, forward_backward_, labelled, places, scale_
+from .launch import (
+    backward,
+    forward,
+    forward_backward,
+    forward_backward_,
+    labelled,
+    mean_forward_backward_,
+    places,
+    scale_,
+)
 from .slices import Slices
 
 __all__ = [
@@ -10,6 +19,7 @@ __all__ = [
     "forward_backward",
     "forward_backward_",
     "labelled",
+    "mean_forward_backward_",
     "places",
     "scale_",
 ]

@@ -127,6 +127,11 @@ def _store(g_row, w, t, k, hot, c, start, o, y, pairs, TAIL: tl.constexpr, HALF:
 
 
 @triton.jit
+def _up(up_ptr, at, factor, HAS: tl.constexpr):
+    return (tl.load(up_ptr + at).to(tl.float32) if HAS else 1.0) * factor
+
+
+@triton.jit
 def _slopes(top, others, u_y, y, V, c, up, z_loss, s):
     _, e_y, total = pieces.shares(top, others, u_y, y, V, c)
     return pieces.slopes(top, others, total, e_y, up, tl.full([], 0.0, tl.float32), up, z_loss, s)
@@ -157,9 +162,12 @@ def held_rows(
     x_ptr, g_ptr, target_ptr, row_weight_ptr, up_ptr, loss_ptr, top_ptr, log_total_ptr,
     first, inner, x_outer, x_inner, g_outer, g_inner, stride_up, V, ignore_index, z_loss, s, scale,
     HAS_UP: tl.constexpr, HAS_ROW_WEIGHT: tl.constexpr, CHUNKS: tl.constexpr, HELD: tl.constexpr, R: tl.constexpr,
-    T: tl.constexpr, HALF: tl.constexpr, PACKED: tl.constexpr,
+    T: tl.constexpr, HALF: tl.constexpr, PACKED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """As rows.forward_rows with GRAD; of CHUNKS chunks the last HELD are held, the others come R at a time."""
+    """As rows.forward_rows with GRAD; of CHUNKS chunks the last HELD are held, the others come R at a time. EARLY: this
+    may begin before the kernel ahead of it has written `up`, its only result that is read here."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0)
     row_of_all = n.to(tl.int64) + first
     y, row_weight, live = pieces.label(target_ptr, row_weight_ptr, row_of_all, ignore_index, HAS_ROW_WEIGHT)
@@ -178,7 +186,8 @@ def held_rows(
         c = s * pieces.LOG2E
         u_y = tl.load(x_row + y, mask=y < V, other=0.0).to(tl.float32)
         u_y = tl.where(y < V, u_y, float("nan"))
-        up = (tl.load(up_ptr + row_of_all * stride_up).to(tl.float32) if HAS_UP else 1.0) * row_weight * scale
+        if not EARLY:  # read here, where it costs no time
+            up = _up(up_ptr, row_of_all * stride_up, row_weight * scale, HAS_UP)
         at_y = tl.where(y < V, y, -1).to(tl.int32)
         sums = tl.zeros([T], tl.float32)
         m = sums - LARGEST
@@ -191,6 +200,9 @@ def held_rows(
         top = tl.minimum(tl.maximum(tl.max(m, 0), u_y), LARGEST)  # NaN of no class counts for nothing
         whole = top * c
         lost = tl.fma(top, c, -whole)
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
+            up = _up(up_ptr, row_of_all * stride_up, row_weight * scale, HAS_UP)
         up = tl.where(y < V, up, float("nan"))
         if tl.abs(whole) <= FAR:
             others = tl.sum(sums * tl.exp2(t - whole - lost), 0)
@@ -214,6 +226,8 @@ def held_rows(
         lse = s * top + log_total
         loss = (pieces.times(z_loss, lse * lse) - log_p) * row_weight
     else:
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
         for i in range(CHUNKS):
             tl.store(g_row + i * B + o, tl.zeros([T, 4], tl.int32), mask=i * B + o < pairs)
     tl.store(loss_ptr + row_of_all, loss)

@@ -67,12 +67,21 @@ def fixed(
     return Fixed(constants, chosen.keep, in_use, held(V) if lean else None)
 
 
-def held_constants(logits: Tensor, chosen: Held) -> dict[str, Any]:
+def held_constants(logits: Tensor, chosen: Held, early: bool = False) -> dict[str, Any]:
     return {
         "CHUNKS": chosen.chunks, "HELD": chosen.held, "R": chosen.R, "T": chosen.T,
         "HALF": logits.dtype == torch.float16, "PACKED": _packed(logits), "num_warps": chosen.warps,
-        "maxnreg": chosen.registers,
+        "maxnreg": chosen.registers, "EARLY": early, **_early(early),
     }  # fmt: skip
+
+
+def _early(early: bool) -> dict[str, bool]:
+    """Triton's option for a kernel that may begin before the one ahead of it has ended."""
+    return {"launch_pdl": True} if early else {}
+
+
+def _begins_early(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
 def _packed(x: Tensor) -> bool:
@@ -112,50 +121,61 @@ def opaque(x: Tensor) -> bool:
     return x.is_cuda and x.element_size() == 2
 
 
-def _forward(logits, target, row_weight, class_weight, d_loss, g: Tensor | None, options, metrics: bool):
-    V, N = logits.shape[-1], target.numel()
+def _forward(
+    logits, target, row_weight, class_weight, d_loss, g: Tensor | None, options, metrics: bool, mean: bool = False
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """mean: d_loss is one over the labelled rows, which are counted here; behind the rest the mean and d_loss."""
+    V, N, target = logits.shape[-1], target.numel(), target.contiguous()
     out = [torch.empty(target.shape, dtype=torch.float32, device=logits.device) for _ in range(5 if metrics else 3)]
     if metrics:
         out.append(torch.empty(target.shape, dtype=torch.int64, device=logits.device))
-    if N and V:
-        beside = g is not None and g is not logits
-        rows = _rows(logits, row_weight, class_weight, options, beside, metrics, g is not None)
-        inner, *x_strides = rows.strides
-        if g is logits:  # as_rows must not have copied what is to be written over
-            g_strides = x_strides
-            if rows.x is not logits:
-                raise ValueError("cross_entropy: inplace=True needs logits whose rows two strides describe")
-        else:
-            g_strides = [inner * V, V, 1]
-        up, stride_up = per_row(d_loss)
-        ring = of_call(rows.x, N, rows.strides[:3], rows.fixed.in_use).ring
-        if g is not None and ring is not None:
-            from . import hopper
+    beside = g is not None and g is not logits
+    rows = _rows(logits, row_weight, class_weight, options, beside, metrics, g is not None) if N and V else None
+    early = mean and rows is not None and rows.fixed.held is not None and N <= FEW and _begins_early(logits)
+    if mean:
+        over, d_loss = _count(target, options[0], early)
+    if rows is not None:
+        _launch(logits, rows, target, d_loss, g, out, options, metrics, early)
+    result = tuple(out) if metrics else (*out, *no_metrics(logits))
+    return (*result, _mean(out[0], over, early), d_loss) if mean else result
 
-            hopper.forward_backward(
-                rows.x, rows.strides[:3], g, (g_strides[0], g_strides[1]), target.contiguous(), rows.row_weight, up,
-                stride_up, out, options[0], options[2], options[4], ring,
-            )  # fmt: skip
-            return *out, *no_metrics(logits)
-        if inner == N:  # one stride describes them: no row is divided
-            inner, x_strides, g_strides = 1, [x_strides[1], 0, x_strides[2]], [g_strides[1], 0, g_strides[2]]
+
+def _launch(logits, rows: _Rows, target, d_loss, g: Tensor | None, out, options, metrics: bool, early: bool) -> None:
+    V, N = logits.shape[-1], target.numel()
+    inner, *x_strides = rows.strides
+    if g is logits:  # as_rows must not have copied what is to be written over
+        g_strides = x_strides
+        if rows.x is not logits:
+            raise ValueError("cross_entropy: inplace=True needs logits whose rows two strides describe")
+    else:
+        g_strides = [inner * V, V, 1]
+    up, stride_up = per_row(d_loss)
+    ring = of_call(rows.x, N, rows.strides[:3], rows.fixed.in_use).ring
+    if g is not None and ring is not None:
+        from . import hopper
+
+        hopper.forward_backward(
+            rows.x, rows.strides[:3], g, (g_strides[0], g_strides[1]), target, rows.row_weight, up,
+            stride_up, out, options[0], options[2], options[4], ring,
+        )  # fmt: skip
+        return
+    if inner == N:  # one stride describes them: no row is divided
+        inner, x_strides, g_strides = 1, [x_strides[1], 0, x_strides[2]], [g_strides[1], 0, g_strides[2]]
+    with on(logits):
         if g is not None and rows.fixed.held is not None:
             ignore_index, _, z_loss, _, _, s, scale = rows.numbers
-            with on(logits):
-                held_rows[(N,)](
-                    rows.x, g, target.contiguous(), rows.row_weight, up, *out, 0, inner, *x_strides[:2], *g_strides[:2],
-                    stride_up, V, ignore_index, z_loss, s, scale, HAS_UP=up is not None,
-                    HAS_ROW_WEIGHT=rows.row_weight is not None, **held_constants(rows.x, rows.fixed.held),
-                )  # fmt: skip
-            return *out, *no_metrics(logits)
-        with on(logits):
-            kernels.forward_rows[(N,)](
-                rows.x, g, target.contiguous(), rows.row_weight, rows.class_weight, rows.weight_sum, up,
-                *out, *[None] * (6 - len(out)), 0, inner, *x_strides, *g_strides, stride_up, V, *rows.numbers,
-                GRAD=g is not None, HAS_UP=up is not None, METRICS=metrics, OPAQUE=opaque(rows.x),
-                KEEP=rows.fixed.keep, **rows.fixed.constants,
+            held_rows[(N,)](
+                rows.x, g, target, rows.row_weight, up, *out, 0, inner, *x_strides[:2], *g_strides[:2],
+                stride_up, V, ignore_index, z_loss, s, scale, HAS_UP=up is not None,
+                HAS_ROW_WEIGHT=rows.row_weight is not None, **held_constants(rows.x, rows.fixed.held, early),
             )  # fmt: skip
-    return tuple(out) if metrics else (*out, *no_metrics(logits))
+            return
+        kernels.forward_rows[(N,)](
+            rows.x, g, target, rows.row_weight, rows.class_weight, rows.weight_sum, up,
+            *out, *[None] * (6 - len(out)), 0, inner, *x_strides, *g_strides, stride_up, V, *rows.numbers,
+            GRAD=g is not None, HAS_UP=up is not None, METRICS=metrics, OPAQUE=opaque(rows.x),
+            KEEP=rows.fixed.keep, **rows.fixed.constants,
+        )  # fmt: skip
 
 
 def forward(
@@ -201,15 +221,40 @@ def backward(
     return d_logits
 
 
+def mean_forward_backward_(
+    logits: Tensor, g: Tensor, target: Tensor, row_weight: Tensor | None, class_weight: Tensor | None,
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, logit_scale: float, metrics: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    options = (ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    g = logits if g.data_ptr() == logits.data_ptr() else g
+    return _forward(logits, target, row_weight, class_weight, None, g, options, metrics, True)
+
+
 def labelled(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    return _count(target.contiguous(), ignore_index, False)
+
+
+def _count(target: Tensor, ignore_index: int, followed: bool) -> tuple[Tensor, Tensor]:
+    """followed: the kernel launched next begins early, and everything launched before this has ended by then."""
     if target.numel() > FEW:
         return spec.labelled(target, ignore_index)
     over, reciprocal = (torch.empty((), dtype=torch.float32, device=target.device) for _ in range(2))
     with on(target):
         kernels.count_labelled[(1,)](
-            target.contiguous(), over, reciprocal, target.numel(), ignore_index, BLOCK=8192, num_warps=16
+            target, over, reciprocal, target.numel(), ignore_index, BLOCK=8192, FOLLOWED=followed, num_warps=16
         )
     return over, reciprocal
+
+
+def _mean(loss: Tensor, over: Tensor, early: bool) -> Tensor:
+    if loss.numel() > FEW:
+        return loss.sum() / over
+    mean = torch.empty((), dtype=torch.float32, device=loss.device)
+    with on(loss):
+        kernels.mean_of[(1,)](
+            loss, over, mean, loss.numel(), BLOCK=8192, EARLY=early, num_warps=32, **_early(early)
+        )  # fmt: skip
+    return mean
 
 
 def places(target: Tensor, row_weight: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor]:
@@ -230,5 +275,8 @@ def places(target: Tensor, row_weight: Tensor | None, ignore_index: int) -> tupl
 def scale_(g: Tensor, scale: Tensor) -> None:
     """g *= scale, read on the device; g is one piece of memory."""
     if g.numel():
+        early = _begins_early(g)  # only the launch: it waits for all that came before
         with on(g):
-            kernels.scale_unless_one[(min(1024, -(-g.numel() // 8192)),)](g, scale, g.numel(), BLOCK=8192, num_warps=8)
+            kernels.scale_unless_one[(min(264, -(-g.numel() // 8192)),)](
+                g, scale, g.numel(), BLOCK=8192, EARLY=early, num_warps=8, **_early(early)
+            )

@@ -194,8 +194,10 @@ def backward_rows(
 
 
 @triton.jit
-def count_labelled(target_ptr, over_ptr, reciprocal_ptr, N, ignore_index, BLOCK: tl.constexpr):
-    """One program: the rows with a label, at least 1, and the reciprocal."""
+def count_labelled(target_ptr, over_ptr, reciprocal_ptr, N, ignore_index, BLOCK: tl.constexpr, FOLLOWED: tl.constexpr):
+    """One program: the rows with a label, at least 1, and the reciprocal. FOLLOWED: the next kernel may begin."""
+    if FOLLOWED:
+        tl.extra.cuda.gdc_launch_dependents()
     o = tl.arange(0, BLOCK)
     count = tl.zeros([BLOCK], tl.int32)
     for start in range(0, N, BLOCK):
@@ -204,6 +206,18 @@ def count_labelled(target_ptr, over_ptr, reciprocal_ptr, N, ignore_index, BLOCK:
     over = tl.maximum(tl.sum(count, 0), 1).to(tl.float32)
     tl.store(over_ptr, over)
     tl.store(reciprocal_ptr, 1 / over)
+
+
+@triton.jit
+def mean_of(loss_ptr, over_ptr, mean_ptr, N, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """One program: sum of N losses / over. EARLY: this may begin before the kernel ahead of it has ended."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    o = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, N, BLOCK):
+        total += tl.load(loss_ptr + start + o, mask=start + o < N, other=0.0)
+    tl.store(mean_ptr, tl.div_rn(tl.sum(total, 0), tl.load(over_ptr)))
 
 
 @triton.jit
@@ -235,8 +249,10 @@ def place_labelled(
 
 
 @triton.jit
-def scale_unless_one(g_ptr, scale_ptr, n, BLOCK: tl.constexpr):
+def scale_unless_one(g_ptr, scale_ptr, n, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """g *= scale; nothing is touched when the scale is exactly 1."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     scale = tl.load(scale_ptr).to(tl.float32)
     if scale != 1.0:
         o = tl.arange(0, BLOCK)
