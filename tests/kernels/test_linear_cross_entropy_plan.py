@@ -1,5 +1,7 @@
 """How many rows a slice takes, and what it then holds."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_linear_cross_entropy import Live, problem
@@ -30,6 +32,27 @@ def test_plan_of_slices_that_fill_a_device():
         assert made.rows * row_bytes <= budget and made.rows * made.slices >= count > made.rows * (made.slices - 1)
         assert trained.cost(count, made.rows) <= trained.cost(count, plan(count, row_bytes, budget).rows)
     assert "fill 132" in plan(8192, logits + 4 * 4096, 512 << 20, filled=trained).why
+
+
+def test_a_product_that_leaves_processors_idle_is_made_in_two():
+    """At C 2304 of 132 processors 1024 rows' d_x; not few tiles, which cuBLAS divides by itself, and not enough."""
+    filled = Filled(9, 132, 0.5)
+    assert filled.parts(1024) == (slice(0, 512), slice(512, 1024)) and filled.parts(1409) == (slice(0, 1409),)
+    assert all(len(filled.parts(n)) == 1 for n in (1, 128, 512, 896, 1536, 4096))
+    for n in range(1, 3000, 77):
+        assert [i for part in filled.parts(n) for i in range(n)[part]] == list(range(n))
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_gradients_of_products_in_two(rank):
+    x, weight, y = torch.randn(300, 8), torch.randn(40, 8), torch.arange(300) % 40
+    adapter = dict(lora_a=torch.randn(rank, 8), lora_b=torch.randn(40, rank), lora_scale=0.5) if rank else {}
+    p = problem(x, weight, y, slice_bytes=1 << 20, **adapter)
+    two = replace(cpu.LOSS, filled=lambda p, need_weight: Filled(1, 5, 0.5))
+    assert len(two.filled(p, True).parts(300)) == 2
+    need = [True, True, rank > 0, rank > 0, False]
+    for a, b in zip(*(slices.backward(loss, None, *p, torch.float32, need) for loss in (cpu.LOSS, two))):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_slices_of_views_hold_their_logits_alone():

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from .._contract import launcher
 from .._matmul import matmul, through_onednn
+from .plan import Filled
 from .problem import Problem
 
 LINE = 64  # elements: rows of a buffer lie at multiples of it, as matmuls and loads of odd rows are slow
@@ -17,9 +18,9 @@ class Head:
     """z = x W^T + bias + scale (x A^T) B^T, with W dense or frozen. The adapter's part is written first and W's product
     added to it in float32: of two roundings to 16 bit, one is of the small part only."""
 
-    def __init__(self, p: Problem, onednn: bool = False):
+    def __init__(self, p: Problem, onednn: bool = False, filled: Filled | None = None):
         """onednn: the device's float32 products go there, and have memory of their own."""
-        self.p = p
+        self.p, self.filled = p, filled
         self.apart = onednn and not p.frozen and through_onednn(p.x, p.weight)
         self.a = None if p.lora_a is None else p.lora_a.to(p.x.dtype)
         self.b = None if p.lora_b is None else (p.lora_b.to(p.acc) * p.lora_scale).to(p.x.dtype)  # scale is in it
@@ -78,6 +79,14 @@ class Head:
         return None if self.b is None else _product(g, self.b, g.new_empty(g.shape[0], self.rank))
 
     def d_x(self, g: Tensor, d_inner: Tensor | None, out: Tensor) -> None:
+        parts = (slice(None),) if self.filled is None else self.filled.parts(g.shape[0])
+        if len(parts) == 1:
+            self._d_x(g, d_inner, out)
+        else:
+            for part in parts:
+                self._d_x(g[part], None if d_inner is None else d_inner[part], out[part])
+
+    def _d_x(self, g: Tensor, d_inner: Tensor | None, out: Tensor) -> None:
         p = self.p
         if p.frozen:
             out.copy_(p.base.backward(g, launcher))

@@ -33,6 +33,14 @@ class Filled:
         full, rest = divmod(count, rows)
         return full * of(rows) + (of(rest) if rest else 0.0)
 
+    def parts(self, rows: int) -> tuple[slice, ...]:
+        """In how many products the rows' d_x is made. cuBLAS divides the sum over classes among processors where there
+        are fewer tiles than half of them, but not for little more: 1024 rows at C 2304, V 256000 took 1.89 ms, twice
+        512 rows 1.74."""
+        half = -(-rows // (2 * TILE)) * TILE
+        idle = self.processors < 2 * -(-rows // TILE) * self.columns <= 1.5 * self.processors
+        return (slice(0, half), slice(half, rows)) if idle and half < rows else (slice(0, rows),)
+
     def better(self, count: int, most: int, rows: int) -> int:
         """`rows`, or a number of rows up to `most` that costs less."""
         others = {most // TILE * TILE}

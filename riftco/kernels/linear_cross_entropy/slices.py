@@ -201,7 +201,7 @@ def _as_given(x: Tensor) -> contextlib.AbstractContextManager:
 def _prepare(
     ce: Loss, p: Problem, counted: Tensor | None = None, filled: Filled | None = None
 ) -> tuple[Rows, heads.Head, Plan]:  # fmt: skip
-    rows, head = selection.Rows(p, ce.host_counts, ce.places, counted), heads.Head(p, ce.onednn)
+    rows, head = selection.Rows(p, ce.host_counts, ce.places, counted), heads.Head(p, ce.onednn, filled)
     row_bytes = p.V * (p.x.dtype.itemsize + ce.temporaries(p)) + head.row_bytes(rows.views, rows.index is None)
     slices = plan(rows.count, row_bytes, p.slice_bytes, ce.most_bytes, filled)
     head.reserve(slices.rows)
