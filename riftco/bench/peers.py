@@ -286,6 +286,7 @@ def _torch_and_compile(
 
 GPU = ("cuda",)
 CHUNKED = ("torch.nn.modules.linear_cross_entropy_options",)
+HEADS = ("frozen", "together", "narrow_sum")  # a peer's dW is one product of 16 bits, or such sums
 PEERS: dict[str, tuple[Peer, ...]] = {
     "cross_entropy": (
         *_torch_and_compile(_ce_torch, ("reduction",)),
@@ -293,12 +294,12 @@ PEERS: dict[str, tuple[Peer, ...]] = {
         Peer("quack", _ce_quack, ("quack",), GPU, ()),
     ),
     "linear_cross_entropy": (
-        *_torch_and_compile(_lce_torch, ("frozen", "nf4", "together"), "BTCVR"),
-        Peer("torch chunked", _lce_chunked, CHUNKED, options=("frozen", "nf4", "together"), dims="BTCV"),
-        Peer("Liger", _lce_liger, ("liger_kernel",), GPU, ("frozen", "together"), "BTCV"),
-        Peer("CCE", _lce_cce("cce"), ("cut_cross_entropy",), GPU, ("frozen", "together"), "BTCV"),
-        Peer("CCE exact", _lce_cce("cce_exact"), ("cut_cross_entropy",), GPU, ("frozen", "together"), "BTCV"),
-        Peer("quack chunked", _lce_quack, ("quack",), GPU, ("frozen", "together"), "BTCV"),
+        *_torch_and_compile(_lce_torch, (*HEADS, "nf4"), "BTCVR"),
+        Peer("torch chunked", _lce_chunked, CHUNKED, options=(*HEADS, "nf4"), dims="BTCV"),
+        Peer("Liger", _lce_liger, ("liger_kernel",), GPU, HEADS, "BTCV"),
+        Peer("CCE", _lce_cce("cce"), ("cut_cross_entropy",), GPU, HEADS, "BTCV"),
+        Peer("CCE exact", _lce_cce("cce_exact"), ("cut_cross_entropy",), GPU, HEADS, "BTCV"),
+        Peer("quack chunked", _lce_quack, ("quack",), GPU, HEADS, "BTCV"),
     ),
     "rms_norm": (
         *_torch_and_compile(_norm_torch, ("eps", "offset", "weightless")),

@@ -12,7 +12,9 @@ import triton.language as tl
 from . import pieces
 from .pieces import LARGEST
 
-FAR = tl.constexpr(3e38)  # beyond it top c or u c may be infinite: such rows are computed from u - top
+# beyond it what rounding top c takes away, 2 ** 5 at 1e9, is soon an exponent too large for float32: rows whose top
+# lies there are computed from u - top; masked logits of other rows lie below -FAR, where they add up to nothing
+FAR = tl.constexpr(1e8)
 
 
 @triton.jit
