@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from riftco.kernels._launch import Again
 from riftco.kernels.cross_entropy import spec
+from riftco.kernels.linear_cross_entropy import cpu as sliced_cpu
 from riftco.kernels.linear_cross_entropy import slices as sliced
 from riftco.kernels.linear_cross_entropy.problem import Problem
 
@@ -272,3 +273,27 @@ def test_a_slice_is_two_products_and_a_launch(monkeypatch):
             sliced.backward(cuda.LOSS, upstream, *p, torch.float32, [True, False, False, False, False], counted)
         assert kernel.launches == slices
         assert ops.seen == {"mm": 2 * slices, "add": 1, "_to_copy": 1}  # lse; the count, for which the host waits
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_slices_of_long_plain_rows(device, weighted):
+    """Rows that are held (`cuda/held.py`), several slices and a shorter last one, against the same in float64."""
+    from riftco.kernels.linear_cross_entropy import cuda
+
+    N, C, V = 21, 16, 16400
+    p = problem(N, C, V, 8, torch.bfloat16, slice_bytes=8 * V * 2, z_loss=1e-3)
+    p = p._replace(
+        weight=0.3 * p.weight, row_weight=torch.rand(N).where(torch.arange(N) != 6, 0.0) if weighted else None
+    )
+    p.target[0], p.target[19] = -100, V - 1
+    needs = [True, True, False, False, False]
+    wide = p._replace(x=p.x.double(), weight=p.weight.double(), slice_bytes=1 << 40)
+    want = sliced.backward(sliced_cpu.LOSS, None, *wide, torch.float64, needs)
+    on = device.torch_device
+    mine = p._replace(**{k: v.to(on) for k, v in p._asdict().items() if isinstance(v, torch.Tensor)})
+    with device.use(), torch.no_grad(), support.poisoned():
+        got = sliced.backward(cuda.LOSS, None, *mine, torch.float32, needs)
+    torch.testing.assert_close(got[0].cpu().double(), want[0], rtol=2e-2, atol=1e-6)
+    for a, b in zip(got[-5:-3], want[-5:-3]):
+        assert (a.cpu().double() - b).norm() <= 6e-3 * b.norm()
