@@ -72,7 +72,10 @@ def test_fullgraph(device, dynamic):
             la, lb = cross_entropy(a, y), fn(b, y)
             la.backward()
             lb.backward()
-            torch.testing.assert_close(la, lb, rtol=2.4e-7, atol=0)  # the rows' losses are added in another order
+            if device.name in ("cpu-triton", "cuda"):  # the rows' losses are added in another order
+                torch.testing.assert_close(la, lb, rtol=2.4e-7, atol=0)
+            else:
+                assert torch.equal(la, lb)
             torch.testing.assert_close(a.grad, b.grad)  # one pass here, two there
 
 

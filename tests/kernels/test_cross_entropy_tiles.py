@@ -139,7 +139,9 @@ def test_compiled(capability):
     assert len(lines) >= 10
     for name, numbers in lines:
         shared, spilled, widths = numbers.split()
-        few = 80 if capability == 80 or "odd" in name else 4  # one register in 49152, whose limit is worth more
+        few = 80 if capability == 80 or "odd" in name else 0
+        if name == "aligned 49152":
+            few = 4  # one register, for a third program on the multiprocessor
         assert int(spilled) <= few and int(shared) <= 8192, name
         assert ("16" in widths.split(",")) == ("aligned" in name), (name, widths)
 
