@@ -47,7 +47,7 @@ def route(
     """The kernel's name and why.
 
     "ring": on capability 9.0, rows of 16 bits, each logit read once into shared memory (cuda/hopper.py).
-    "rows": any other call; a program a row, the row read again from the L2 cache (cuda/rows.py).
+    "rows": any other call; a program a row, the row read again from the L2 cache (cuda/held.py, cuda/rows.py).
 
     Args:
         capability: the GPU's compute capability; None where there is none.
@@ -77,7 +77,7 @@ def of_call(x: Tensor, N: int, strides: tuple[int, int, int], options: frozenset
     """For x whose rows `as_rows` describes with (inner, outer stride, inner stride)."""
     if x.device.type != "cuda":
         return Route("rows", "no GPU")
-    return route(N, x.shape[-1], x.dtype, _capability(x.device), in_bulk(x, N, strides), options)
+    return route(N, x.shape[-1], x.dtype, capability_of(x.device), in_bulk(x, N, strides), options)
 
 
 def in_bulk(x: Tensor, N: int, strides: tuple[int, int, int]) -> bool:
@@ -90,7 +90,7 @@ def in_bulk(x: Tensor, N: int, strides: tuple[int, int, int]) -> bool:
 
 
 @functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
+def capability_of(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 

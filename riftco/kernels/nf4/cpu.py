@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import _frozen
 from .spec import TABLE
 
-STEP = 1 << 19  # bytes decoded at once, so that the float32 values stay in the cache; a multiple of every block
+STEP = 1 << 19  # bytes decoded at once, a multiple of every block: few calls, and 4 MiB that a shared cache holds
 SHARED_FROM = 1 << 17  # bytes from which PyTorch divides a gather among threads
 LANES = 64  # rows of indices that threads divide among themselves
 BYTES = torch.arange(256)

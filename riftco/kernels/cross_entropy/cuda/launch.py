@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..._launch import as_rows, on
 from .. import spec
-from ..route import of_call
+from ..route import capability_of, of_call
 from ..spec import no_metrics
 from . import rows as kernels
 from .held import held_rows
@@ -81,12 +81,12 @@ def _early(early: bool) -> dict[str, bool]:
 
 
 def _begins_early(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return x.is_cuda and capability_of(x.device) >= (9, 0)
 
 
 def _packed(x: Tensor) -> bool:
     """Whether held.py may take two elements at once, by instructions of capability 8.0; the interpreter has none."""
-    return opaque(x) and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    return opaque(x) and capability_of(x.device) >= (8, 0)
 
 
 def _rows(
