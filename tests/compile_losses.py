@@ -3,6 +3,7 @@
 Prints a line a launch: "<what>: <shared memory> <spilled bytes> <bytes of the loads and stores of a row, joined>".
 """
 
+import functools
 import re
 import sys
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from collections.abc import Callable
 import torch
 from compile_kernels import compiled, recorded, spilled_bytes
 
-from riftco.kernels.cross_entropy.cuda import launch
+from riftco.kernels.cross_entropy.cuda import Slices, launch
 
 launch._packed = lambda x: x.element_size() == 2  # type: ignore[assignment]  # as on the GPU that this compiles for
 PLAIN = (-100, 0.0, 0.0, 0.0, 1.0)
@@ -41,6 +42,13 @@ def backward(V: int) -> None:
     launch.backward(rows, rows, x, torch.zeros(2, dtype=torch.int64), None, None, rows, rows, *PLAIN)
 
 
+def panels(V: int, width: int) -> None:
+    x, n = torch.empty(2 * V, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64)
+    parts = [x[2 * lo : 2 * min(lo + width, V)].view(2, -1) for lo in range(0, V, width)]
+    up, out = torch.ones(()).expand(2), [torch.empty(2) for _ in range(3)]
+    Slices(n, None, None, up, PLAIN, False, True, out).in_panels(parts, 2)
+
+
 def places(N: int, dtype: torch.dtype, weighted: bool) -> None:
     launch.places(torch.zeros(N, dtype=dtype), torch.ones(N) if weighted else None, -100)
 
@@ -48,6 +56,9 @@ def places(N: int, dtype: torch.dtype, weighted: bool) -> None:
 LAUNCHES = {
     "places": lambda: places(8192, torch.int64, False),
     "places, weighted": lambda: places(8191, torch.int32, True),
+    **{f"aligned, panels of {w}": functools.partial(panels, 128256, w) for w in (8192, 16384, 24576)},
+    "aligned, panels of 32000": lambda: panels(32000, 12288),
+    "aligned, panels of 256000": lambda: panels(256000, 24576),
     **{f"aligned {V}": both(V) for V in (24576, 32000, 49152, 65024, 128256, 151936, 262144)},
     "aligned, z_loss and class weights": both(128256, options=(-100, 0.0, 1e-4, 0.0, 1.0), classes=True),
     "aligned, softcap": both(256000, options=(-100, 0.0, 0.0, 30.0, 1.0)),

@@ -477,7 +477,7 @@ LABELS, KERNEL = "riftco.kernels.linear_cross_entropy.labels", "riftco.kernels.c
     "module,old,new,case",
     [
         (HEAD, "self.begun = True", "self.begun = False", "many slices"),
-        (ROWS, "yield where, self._rows_of_x(where)", "yield where, self._rows_of_x(where).roll(1, 0)", "many slices"),
+        (ROWS, "where, self._rows_of_x(where)\n", "where, self._rows_of_x(where).roll(1, 0)\n", "many slices"),
         (SLICES, "d_bias += g.sum", "d_bias = g.sum", "row weights and bias"),
         (ROWS, "out.index_copy_(0, where, value)", "out[: len(where)].copy_(value)", "shift"),
         (ROWS, "self.dead.byte()", "self.live.byte()", "n_labelled"),

@@ -381,7 +381,7 @@ def test_blocks_of_classes(name, masked, module):
     wide = p._replace(**{n: getattr(p, n).double() for n in ("x", "weight", "bias", "lora_a", "lora_b")})
     blocks = dataclasses.replace(call, vocabulary_below=1 << 30, most_bytes=None)
     count = 40 if masked else 39
-    assert vocabulary.why_not(p, count, 20, 1 << 30, True, torch.float32) == ""
+    assert vocabulary.why_not(p, count, 2, 1 << 30, True, torch.float32) == ""
     for needs in ([True] * 5, [False, True, False, False, False]):
         want = spec.backward(d_loss.double(), *wide, torch.float32, needs)
         rows = slices.backward(call, d_loss, *p, torch.float32, needs)
@@ -400,8 +400,8 @@ def test_order_says_why():
     p = problem(x, weight, y)
     for changed, arguments, text in [
         (p, (40, 20, 512, False, torch.float32), "frozen"),
-        (p, (40, 512, 512, True, torch.float32), "slices of 512 rows"),
-        (p, (40, 20, 0, True, torch.float32), "slices of 20 rows"),
+        (p, (1024, 2, 512, True, torch.float32), "1024 rows in 2 slices"),
+        (p, (40, 20, 0, True, torch.float32), "40 rows in 20 slices"),
         (p._replace(label_smoothing=0.1), (40, 20, 512, True, torch.float32), "label_smoothing"),
         (p, (40, 20, 512, True, torch.bfloat16), "only a bfloat16 head"),
         (p, (4000, 20, 512, True, torch.float32), "larger than those of dW"),

@@ -178,10 +178,11 @@ def _narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor:
 def accumulate(total: Tensor, g: Tensor, x: Tensor, more: bool) -> None:
     """total = g^T x, plus total itself if `more`, in total's dtype."""
     for part in _parts(g.shape[1], g):
-        _accumulate(total[part], g[:, part], x, more)
+        add_product(total[part], g[:, part], x, more)
 
 
-def _accumulate(total: Tensor, g: Tensor, x: Tensor, more: bool) -> None:
+def add_product(total: Tensor, g: Tensor, x: Tensor, more: bool) -> None:
+    """`accumulate` in one product, for columns of g that are not classes."""
     if total.dtype == g.dtype and more:
         total.addmm_(g.t(), x)
     elif total.dtype == g.dtype:

@@ -235,10 +235,12 @@ def linear_cross_entropy(
             (PyTorch: NaN) with a live graph and zero gradients. "none" recomputes the logits in the backward.
         denominator: replaces that divisor in "mean" (gradient accumulation).
         lora: (A [R, C], B [V, R], scale), floating: the head's adapter. A and B are differentiable.
-        slice_bytes: most bytes of logits, with the loss's own temporaries, held at once; at least one row. None: 256
-            MiB, and 512 where the weight learns: each slice reads and writes its gradient, of gigabytes. The CPU
-            takes 32 MiB where more is allowed.
-        accum_dtype: the dtype in which weight's gradient is summed over slices: float32, or x's own.
+        slice_bytes: most bytes of logits, with the loss's own temporaries, held at once beside the gradients; at least
+            one row. None: 256 MiB, and 512 where the weight learns: each slice reads and writes its gradient, of
+            gigabytes. The CPU takes 32 MiB where more is allowed. On CUDA logits also lie where weight's gradient in
+            accum_dtype would, for as long as that is not there.
+        accum_dtype: the dtype in which weight's gradient is summed over slices: float32, or x's own. One slice's is
+            rounded once, by its product.
         n_labelled: an upper bound on the rows that carry a label (B * T will do). Without it an accelerator is waited
             for once, to count them; under torch.compile and CUDA graph capture all rows are computed instead. Fewer
             than there are is an error: ValueError on the CPU, a NaN loss elsewhere.

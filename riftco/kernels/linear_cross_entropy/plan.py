@@ -11,6 +11,7 @@ class Plan:
     rows: int  # of a slice; the last slice may be shorter
     slices: int
     why: str
+    row_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,20 @@ class Filled:
         idle = self.processors < 2 * -(-rows // TILE) * self.columns <= 1.5 * self.processors
         return (slice(0, half), slice(half, rows)) if idle and half < rows else (slice(0, rows),)
 
+    def whole_rounds(self, most: int) -> set[int]:
+        """Numbers of rows up to `most` whose tiles leave few processors idle."""
+        rounds = most * self.columns // (TILE * self.processors)
+        return {r * self.processors // self.columns * TILE for r in range(1, rounds + 1)}
+
     def better(self, count: int, most: int, rows: int) -> int:
         """`rows`, or a number of rows up to `most` that costs less."""
-        others = {most // TILE * TILE}
-        rounds = most * self.columns // (TILE * self.processors)
-        others |= {r * self.processors // self.columns * TILE for r in range(1, rounds + 1)}
+        others = {most // TILE * TILE} | self.whole_rounds(most)
         return min([rows, *sorted(n for n in others if 0 < n <= most)], key=lambda n: self.cost(count, n))
+
+
+def _padded(count: int, rows: int) -> int:
+    """Rows that matmuls take in slices of `rows`, and half a tile a slice for what it costs besides."""
+    return count // rows * (-(-rows // TILE) * TILE + TILE // 2) + -(-(count % rows) // TILE) * TILE + TILE // 2
 
 
 @functools.lru_cache(1024)
@@ -61,13 +70,15 @@ def plan(
     budget = slice_bytes if most_bytes is None else min(slice_bytes, most_bytes)
     most = max(1, budget // max(1, row_bytes))
     if count <= most:
-        return Plan(max(1, count), min(count, 1), f"{count} rows fit {budget} bytes")
+        return Plan(max(1, count), min(count, 1), f"{count} rows fit {budget} bytes", row_bytes)
     rows = -(-count // -(-count // most))
     whole = -(-rows // TILE) * TILE
     if whole <= most:
         rows, text = whole, f"rounded up to {TILE}s"
+    elif most >= TILE and _padded(count, most // TILE * TILE) < _padded(count, rows):
+        rows, text = most // TILE * TILE, f"of the {TILE}s that fit"
     else:
         text = "of equal size" if most >= budget // max(1, row_bytes) and most > 1 else "a row is the least there is"
     if filled is not None and (better := filled.better(count, most, rows)) != rows:
         rows, text = better, f"of {better} rows, whose tiles fill {filled.processors} processors"
-    return Plan(rows, -(-count // rows), f"{most} of {count} rows fit {budget} bytes; slices {text}")
+    return Plan(rows, -(-count // rows), f"{most} of {count} rows fit {budget} bytes; slices {text}", row_bytes)

@@ -100,12 +100,15 @@ class Rows:
         """(where, x [count, C]) of all computed rows: a view of x where they lie together."""
         return self.where, self._rows_of_x(self.where)
 
-    def over(self, plan: Plan) -> Iterator[tuple[Where, Tensor]]:
-        """(where, x [n, C]) of each slice."""
-        for lo in range(0, self.count, plan.rows):
-            hi = min(lo + plan.rows, self.count)
-            where = slice(self.first + lo, self.first + hi) if self.index is None else self.index[lo:hi]
-            yield where, self._rows_of_x(where)
+    def over(self, plan: Plan, begin: int = 0) -> Iterator[tuple[Where, Tensor]]:
+        """(where, x [n, C]) of each slice of the computed rows from `begin` on."""
+        for lo in range(begin, self.count, plan.rows):
+            yield self.piece(lo, min(lo + plan.rows, self.count))
+
+    def piece(self, lo: int, hi: int) -> tuple[Where, Tensor]:
+        """(where, x [hi - lo, C]) of some of the computed rows."""
+        where = slice(self.first + lo, self.first + hi) if self.index is None else self.index[lo:hi]
+        return where, self._rows_of_x(where)
 
     def _rows_of_x(self, where: Where) -> Tensor:
         if self.flat is not None:

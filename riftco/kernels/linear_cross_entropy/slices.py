@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ..cross_entropy.spec import lse_of, no_metrics
 from . import head as heads
-from . import labels, vocabulary
+from . import labels, panels, vocabulary
 from . import rows as selection
+from .panels import Panels, Sizes
 from .plan import Filled, Plan, plan
 from .problem import Problem
 from .rows import Places, Rows, put
@@ -43,6 +44,8 @@ class Loss:
     places: counts the rows that carry loss in one launch.
     onednn: float32 products go through oneDNN (`_matmul`).
     filled(problem, need_weight): what sizes of slices suit the device's matmul of d_x.
+    panel(problem): what the width of panels is a multiple of that `in_turn` takes (`panels`); 0: it takes none.
+    one_product: a product of 16-bit operands rounds its sums once, so that dW of one slice needs no wider memory.
     """
 
     forward: Callable
@@ -57,6 +60,8 @@ class Loss:
     places: Places | None = None
     onednn: bool = False
     filled: Callable[[Problem, bool], Filled | None] = lambda p, need_weight: None
+    panel: Callable[[Problem], int] = lambda p: 0
+    one_product: bool = False
 
 
 class Losses:
@@ -74,7 +79,7 @@ class Losses:
         self.upstream = None if upstream is None else rows.of(upstream)
         self.parts: list[tuple[Tensor, ...]] = []
         self.out: list[Tensor] = []
-        self.launch: Callable[[Tensor, int], object] | None = None
+        self.launch: Any = None
         if ce.in_turn is not None and self.many is None:
             self.out = [p.x.new_empty(rows.count, dtype=p.acc) for _ in range(5 if p.metrics else 3)]
             if p.metrics:
@@ -90,6 +95,12 @@ class Losses:
             self.parts.append(self._part(logits, slice(first, self.done)))
         else:
             self.launch(logits, first)
+
+    def in_panels(self, panels: list[Tensor], together: int) -> None:
+        """The losses of the first rows, whose logits lie in panels, `together` of them in one place."""
+        assert self.launch is not None
+        self.done = panels[0].shape[0]
+        self.launch.in_panels(panels, together)
 
     def _part(self, logits: Tensor, at: slice) -> tuple[Tensor, ...]:
         p, ce = self.p, self.ce
@@ -134,6 +145,7 @@ def forward(ce: Loss, *arguments) -> tuple[Tensor, ...]:
     p = Problem(*arguments)
     with _as_given(p.x):
         rows, head, slices = _prepare(ce, p)
+        head.reserve(slices.rows)
         losses = Losses(ce, p, rows)
         for _, xs in rows.over(slices):
             losses(head.logits(xs, head.inner(xs)))
@@ -149,17 +161,25 @@ def backward(ce: Loss, d_loss: Tensor | None, *arguments) -> tuple[Tensor, ...]:
         filled = ce.filled(p, need_weight) if need_x else None
         rows, head, slices = _prepare(ce, p, counted[0] if counted else None, filled)
         upstream, restore = tamed(p, d_loss, ce.power_above)
-        if not why_not(p, rows.count, slices.rows, ce.vocabulary_below, need_weight, accum_dtype):
+        first, slices, dtype = (
+            _order(ce, p, rows, slices, accum_dtype, need_x, filled) if need_weight else (None, slices, p.acc)
+        )
+        passes = slices.slices + (first is not None)
+        if not why_not(p, rows.count, passes, ce.vocabulary_below, need_weight, accum_dtype):
             losses = Losses(ce, p, rows)
-            grads = vocabulary.backward(ce, p, rows, head, losses, slices, upstream, needs)
+            grads = vocabulary.backward(ce, p, rows, head, losses, slices.row_bytes, upstream, needs)
             return *losses.finished(), grads[0].view(p.x.shape) if need_x else grads[0], *grads[1:]
         losses = Losses(ce, p, rows, True, upstream)
         R, together = head.rank, rows.index is None
         d_x = rows.zeros_or_empty(p.C, dtype=p.x.dtype) if need_x else p.x.new_empty(0)
-        d_w = heads.Sum(p.x, (p.V, p.C), torch.promote_types(p.x.dtype, accum_dtype), need_weight)
+        d_w = heads.Sum(p.x, (p.V, p.C), dtype, need_weight)
         d_a, d_b = heads.Sum(p.x, (R, p.C), p.acc, need_a), heads.Sum(p.x, (p.V, R), p.acc, need_b)
         d_bias = p.x.new_zeros(p.V, dtype=p.acc) if need_bias else p.x.new_empty(0, dtype=p.acc)
-        for where, xs in rows.over(slices):
+        if first is not None:
+            panels.backward(p, rows, head, losses, first, d_w, d_x if need_x else None, d_bias if need_bias else None)
+        if slices.slices:
+            head.reserve(slices.rows)
+        for where, xs in rows.over(slices, losses.done):
             inner = head.inner(xs)
             logits = head.logits(xs, inner)
             losses(logits)
@@ -204,8 +224,32 @@ def _prepare(
     rows, head = selection.Rows(p, ce.host_counts, ce.places, counted), heads.Head(p, ce.onednn, filled)
     row_bytes = p.V * (p.x.dtype.itemsize + ce.temporaries(p)) + head.row_bytes(rows.views, rows.index is None)
     slices = plan(rows.count, row_bytes, p.slice_bytes, ce.most_bytes, filled)
-    head.reserve(slices.rows)
     return rows, head, slices
+
+
+def _order(
+    ce: Loss, p: Problem, rows: Rows, slices: Plan, accum_dtype: torch.dtype, need_x: bool, filled: Filled | None
+) -> tuple[Panels | None, Plan, torch.dtype]:  # fmt: skip
+    """Of a head that learns: a first slice in panels or None, the slices of the other rows, the dtype of dW's memory.
+
+    No more memory is taken than dW in accum_dtype and slice_bytes. Where one product makes dW it is written in its own
+    dtype, and what that leaves is the logits'.
+    """
+    wide, narrow = torch.promote_types(p.x.dtype, accum_dtype), p.weight_grad_dtype(accum_dtype)
+    if not ce.one_product or p.V * p.C < panels.FILLING:
+        return None, slices, wide
+    saved = p.V * p.C * (wide.itemsize - narrow.itemsize)
+    if slices.slices > 1 and (step := ce.panel(p)):
+        sizes = Sizes(
+            p.V, step, p.x.dtype.itemsize, p.C * narrow.itemsize, p.C * wide.itemsize,
+            p.C * p.x.dtype.itemsize * (not rows.views), p.C * p.acc.itemsize * need_x, p.slice_bytes,
+        )  # fmt: skip
+        if (found := panels.first(rows.count, sizes, slices.row_bytes, filled)) is not None:
+            made, rest = found
+            if 1 + rest.slices <= panels.WORTH * slices.slices:
+                return made, rest, wide if rest.slices else narrow
+    whole = plan(rows.count, slices.row_bytes, p.slice_bytes + saved)
+    return (None, whole, narrow) if whole.slices <= 1 else (None, slices, wide)
 
 
 def tamed(

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..cross_entropy.spec import lse_of
-from .head import Head, accumulate
-from .plan import TILE
+from .head import Head, accumulate, add_product
+from .plan import TILE, plan
 from .problem import Problem
 from .rows import Rows, put
 
@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from .slices import Loss, Losses
 
 
-def why_not(p: Problem, count: int, rows_a_slice: int, below: int, need_weight: bool, accum_dtype: torch.dtype) -> str:
-    """ "" where blocks of classes pay; else why slices of rows are taken. `below` rows a slice, measured per device."""
+def why_not(p: Problem, count: int, passes: int, below: int, need_weight: bool, accum_dtype: torch.dtype) -> str:
+    """ "" where blocks of classes pay; else why slices of rows are taken. passes: how often dW is added to; `below`:
+    rows for each time, measured per device."""
     if not need_weight or p.frozen:
         return "the head is frozen"
-    if rows_a_slice >= below or rows_a_slice >= count:
-        return f"slices of {rows_a_slice} rows: reading and writing dW once a slice costs less than the logits again"
+    if passes <= 1 or count >= below * passes:
+        return f"{count} rows in {passes} slices: reading and writing dW once a slice costs less than the logits again"
     if p.label_smoothing or p.label_weight is not None:
         return "label_smoothing and topk touch every class of a row at once"
     if p.x.dtype.itemsize != 2 or accum_dtype != torch.float32 or p.x.dtype == torch.float16:
@@ -37,11 +38,21 @@ def why_not(p: Problem, count: int, rows_a_slice: int, below: int, need_weight: 
 
 
 def backward(
-    ce: "Loss", p: Problem, rows: Rows, head: Head, losses: "Losses", over, upstream: Tensor | None, needs: list[bool]
+    ce: "Loss",
+    p: Problem,
+    rows: Rows,
+    head: Head,
+    losses: "Losses",
+    row_bytes: int,
+    upstream: Tensor | None,
+    needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """d_x, d_weight, d_bias, d_lora_a, d_lora_b; `over`: the slices of rows of the first pass."""
+    """d_x, d_weight, d_bias, d_lora_a, d_lora_b; row_bytes: what a row of the first pass holds, which has the memory of
+    a float32 dW to itself."""
     need_x, _, need_bias, need_a, need_b = needs
-    for _, xs in rows.over(over):
+    slices = plan(rows.count, row_bytes, p.slice_bytes + 4 * p.V * p.C, ce.most_bytes)
+    head.reserve(slices.rows)
+    for _, xs in rows.over(slices):
         losses(head.logits(xs, head.inner(xs)))
     _, top, log_total, *_ = losses.columns()
     head.buffer = None
@@ -64,20 +75,22 @@ def backward(
         g = d_logits(ce.backward, p, z, target - lo, top, log_total, k, a, dead)
         torch.mm(g.t(), x, out=d_w[block])
         if need_x:
-            accumulate(d_x, g.t(), p.weight[block], True)
+            add_product(d_x, g.t(), p.weight[block], True)
         if need_bias:
             d_bias[block] = g.sum(0, dtype=p.acc)
         if head.b is not None and inner is not None:
-            accumulate(d_inner, g.t(), head.b[block], True)
+            add_product(d_inner, g.t(), head.b[block], True)
             if need_b:
                 accumulate(d_b[block], g, inner, False)
+        del g  # before the next block's is made
+    del z, buffer
     d_a = p.x.new_empty((head.rank, p.C) if need_a else 0, dtype=p.acc)
     if head.a is not None:
         narrow = d_inner.to(p.x.dtype)
         if need_a:
             accumulate(d_a, narrow, x, False)
         if need_x:
-            accumulate(d_x, narrow.t(), head.a, True)
+            add_product(d_x, narrow.t(), head.a, True)
     full = rows.zeros_or_empty(p.C, dtype=p.x.dtype) if need_x else p.x.new_empty(0)
     if need_x:
         put(full, where, d_x.to(p.x.dtype))
@@ -85,8 +98,10 @@ def backward(
 
 
 def _columns(ce: "Loss", p: Problem, count: int) -> int:
-    """Classes of a block: its logits and their gradient lie side by side."""
-    budget = p.slice_bytes if ce.most_bytes is None else min(p.slice_bytes, ce.most_bytes)
+    """Classes of a block: its logits and their gradient lie side by side. A bfloat16 dW leaves half of a float32 one's
+    memory for them and for float32 sums of d_x."""
+    budget = max(p.slice_bytes, p.slice_bytes + 2 * p.C * (p.V - 2 * count))
+    budget = budget if ce.most_bytes is None else min(budget, ce.most_bytes)
     most = max(1, budget // (max(1, count) * (2 * p.x.dtype.itemsize + ce.temporaries(p))))
     return min(p.V, most if most < TILE else most // TILE * TILE)
 

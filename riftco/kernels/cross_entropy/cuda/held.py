@@ -4,6 +4,10 @@ Logits come two in a 32-bit word, chunks of T times 16 bytes; the last chunks of
 two walks, the others are read again from the L2 cache. An exponential is one fused multiply-add and one exp2: with
 t = top c rounded to float32, exp2(u c - t) differs from exp2((u - top) c) by the same factor for all u, which `fma`
 gives exactly, so nothing is lost at large logits.
+
+A row is one piece of memory (SPAN 0), or its fewer than 2 ** 31 words lie in panels of SPAN words, which R chunks
+divide. lay: (words from a panel's end to the next one's begin; the first panel that lies elsewhere, this row's begin
+there, the words of all panels before; the panel that is narrower, the last, and how many words nearer the row's are).
 """
 
 import triton
@@ -73,22 +77,44 @@ def _with(w, o, y, bits):
 
 
 @triton.jit
-def _load(row, o, pairs, TAIL: tl.constexpr, HALF: tl.constexpr, EVICT: tl.constexpr):
+def _place(row, start, SPAN: tl.constexpr, lay):
+    """(a pointer, how many words behind it) word `start` of a row and those behind it in its panel lie."""
+    if SPAN:
+        i = start // SPAN
+        start += i * lay[0] - tl.where(i >= lay[1], lay[3], 0) - tl.where(i == lay[4], lay[5], 0)
+        row = tl.where(i >= lay[1], lay[2], row)
+    return row, start
+
+
+@triton.jit
+def _one(row, like, y, SPAN: tl.constexpr, lay):
+    """Class y of a row, of x's dtype."""
+    base, at = _place(row, y >> 1, SPAN, lay)
+    return base.to(like.dtype, bitcast=True) + (at * 2 + (y & 1))
+
+
+@triton.jit
+def _load(row, o, inside, TAIL: tl.constexpr, HALF: tl.constexpr, EVICT: tl.constexpr):
     NOTHING: tl.constexpr = -67044352 if HALF else -8323200  # twice -inf
     if TAIL:
-        w = tl.load(row + o, mask=o < pairs, other=NOTHING, eviction_policy=EVICT)
+        w = tl.load(row + o, mask=inside, other=NOTHING, eviction_policy=EVICT)
     else:
         w = tl.load(row + o, eviction_policy=EVICT)
     return w
 
 
 @triton.jit
-def _chunks(row, start, o, pairs, N: tl.constexpr, LAST: tl.constexpr, HALF: tl.constexpr, EVICT: tl.constexpr):
-    """N chunks from pair `start` on; LAST: the row ends within the last of them."""
+def _chunks(
+    row, start, o, pairs, SPAN: tl.constexpr, lay, N: tl.constexpr, LAST: tl.constexpr, HALF: tl.constexpr,
+    EVICT: tl.constexpr,
+):  # fmt: skip
+    """N chunks from pair `start` on, of one panel; LAST: the row ends within the last of them."""
+    base, at = _place(row, start, SPAN, lay)
     words = ()
     for i in tl.static_range(N):
-        at = start + i * o.shape[0] * o.shape[1] + o
-        words = words + (_load(row, at, pairs, LAST and i == N - 1, HALF, EVICT),)  # type: ignore[assignment]
+        chunk = i * o.shape[0] * o.shape[1]
+        w = _load(base, at + chunk + o, start + chunk + o < pairs, LAST and i == N - 1, HALF, EVICT)
+        words = words + (w,)  # type: ignore[assignment]
     return words
 
 
@@ -117,15 +143,16 @@ def _statistics(words, start, o, y, m, t, s, c, HALF: tl.constexpr, PACKED: tl.c
 
 
 @triton.jit
-def _store(g_row, w, t, k, hot, c, start, o, y, pairs, TAIL: tl.constexpr, HALF: tl.constexpr, PACKED: tl.constexpr):
+def _store(base, at, w, t, k, hot, c, start, o, y, pairs, TAIL: tl.constexpr, HALF: tl.constexpr, PACKED: tl.constexpr):
+    """The gradient of the chunk from pair `start` on, which lies `at` words behind base."""
     low, high = _halves(w, HALF)
     d = _word(tl.exp2(tl.fma(low, c, -t)) * k, tl.exp2(tl.fma(high, c, -t)) * k, HALF, PACKED)
     if (y >= 2 * start) & (y < 2 * (start + o.shape[0] * o.shape[1])):
         d = _with(d, start + o, y, _bits(hot, HALF))
     if TAIL:
-        tl.store(g_row + start + o, d, mask=start + o < pairs, cache_modifier=".cs")
+        tl.store(base + at + o, d, mask=start + o < pairs, cache_modifier=".cs")
     else:
-        tl.store(g_row + start + o, d, cache_modifier=".cs")
+        tl.store(base + at + o, d, cache_modifier=".cs")
 
 
 @triton.jit
@@ -140,34 +167,42 @@ def _slopes(top, others, u_y, y, V, c, up, z_loss, s):
 
 
 @triton.jit
-def _far_sum(row, pairs, y, top, c, o, CHUNKS: tl.constexpr, HALF: tl.constexpr):
+def _far_sum(row, pairs, y, top, c, o, SPAN: tl.constexpr, lay, CHUNKS: tl.constexpr, HALF: tl.constexpr):
     s = tl.zeros([o.shape[0]], tl.float32)
     for i in range(CHUNKS):
-        at = i * o.shape[0] * o.shape[1] + o
-        w = _with(_load(row, at, pairs, True, HALF, ""), at, y, _nothing(HALF))
+        start = i * o.shape[0] * o.shape[1]
+        base, at = _place(row, start, SPAN, lay)
+        w = _load(base, at + o, start + o < pairs, True, HALF, "")
+        w = _with(w, start + o, y, _nothing(HALF))
         low, high = _halves(w, HALF)
         s += tl.sum(tl.exp2((low - top) * c) + tl.exp2((high - top) * c), 1)
     return tl.sum(s, 0)
 
 
 @triton.jit
-def _far_gradient(row, g_row, pairs, y, top, k, hot, c, o, CHUNKS: tl.constexpr, HALF: tl.constexpr):
+def _far_gradient(
+    row, g_row, pairs, y, top, k, hot, c, o, SPAN: tl.constexpr, lay, CHUNKS: tl.constexpr, HALF: tl.constexpr
+):
     for i in range(CHUNKS):
-        at = i * o.shape[0] * o.shape[1] + o
-        low, high = _halves(_load(row, at, pairs, True, HALF, ""), HALF)
+        start = i * o.shape[0] * o.shape[1]
+        base, at = _place(row, start, SPAN, lay)
+        low, high = _halves(_load(base, at + o, start + o < pairs, True, HALF, ""), HALF)
         d = _word(tl.exp2((low - top) * c) * k, tl.exp2((high - top) * c) * k, HALF, False)
-        tl.store(g_row + at, _with(d, at, y, _bits(hot, HALF)), mask=at < pairs)
+        base, at = _place(g_row, start, SPAN, lay)
+        tl.store(base + at + o, _with(d, start + o, y, _bits(hot, HALF)), mask=start + o < pairs)
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["first", "elsewhere", "last", "narrower"])
 def held_rows(
-    x_ptr, g_ptr, target_ptr, row_weight_ptr, up_ptr, loss_ptr, top_ptr, log_total_ptr,
+    x_ptr, g_ptr, elsewhere_ptr, target_ptr, row_weight_ptr, up_ptr, loss_ptr, top_ptr, log_total_ptr,
     first, inner, x_outer, x_inner, g_outer, g_inner, stride_up, V, ignore_index, z_loss, s, scale,
-    HAS_UP: tl.constexpr, HAS_ROW_WEIGHT: tl.constexpr, CHUNKS: tl.constexpr, HELD: tl.constexpr, R: tl.constexpr,
-    T: tl.constexpr, HALF: tl.constexpr, PACKED: tl.constexpr, EARLY: tl.constexpr,
+    between, elsewhere, last, narrower, SPAN: tl.constexpr, HAS_UP: tl.constexpr, HAS_ROW_WEIGHT: tl.constexpr,
+    CHUNKS: tl.constexpr, HELD: tl.constexpr, R: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr,
+    PACKED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """As rows.forward_rows with GRAD; of CHUNKS chunks the last HELD are held, the others come R at a time. EARLY: this
-    may begin before the kernel ahead of it has written `up`, its only result that is read here."""
+    may begin before the kernel ahead of it has written `up`, its only result that is read here. narrower: by how many
+    times 16 bytes a row of the last panel is; of panels the gradient lies where they do."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0)
@@ -179,6 +214,10 @@ def held_rows(
     row = x_row.to(tl.pointer_type(tl.int32), bitcast=True)
     pairs = V // 2
     o = tl.arange(0, T)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    there = row
+    if SPAN:
+        there = elsewhere_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + n.to(tl.int64) * SPAN
+    lay = (between, elsewhere, there, elsewhere * (SPAN + between), last, n * narrower * 4)
     B: tl.constexpr = T * 4
     FREE: tl.constexpr = CHUNKS - HELD
     loss = 0.0
@@ -186,7 +225,7 @@ def held_rows(
     log_total = 0.0
     if live:
         c = s * pieces.LOG2E
-        u_y = tl.load(x_row + y, mask=y < V, other=0.0).to(tl.float32)
+        u_y = tl.load(_one(row, x_ptr, y, SPAN, lay), mask=y < V, other=0.0).to(tl.float32)
         u_y = tl.where(y < V, u_y, float("nan"))
         if not EARLY:  # read here, where it costs no time
             up = _up(up_ptr, row_of_all * stride_up, row_weight * scale, HAS_UP)
@@ -195,9 +234,14 @@ def held_rows(
         m = sums - LARGEST
         t = sums - FAR
         for b in range(FREE // R):
-            words = _chunks(row, b * R * B, o, pairs, R, False, HALF, "evict_last")
+            words = _chunks(row, b * R * B, o, pairs, SPAN, lay, R, False, HALF, "evict_last")
             words, m, t, sums = _statistics(words, b * R * B, o, at_y, m, t, sums, c, HALF, PACKED)
-        held = _chunks(row, FREE * B, o, pairs, HELD, True, HALF, "evict_first")
+        held = ()
+        for i in tl.static_range(0, HELD, R):
+            if i + R < HELD:
+                held = held + _chunks(row, (FREE + i) * B, o, pairs, SPAN, lay, R, False, HALF, "evict_first")
+            else:
+                held = held + _chunks(row, (FREE + i) * B, o, pairs, SPAN, lay, HELD - i, True, HALF, "evict_first")
         held, m, t, sums = _statistics(held, FREE * B, o, at_y, m, t, sums, c, HALF, PACKED)
         top = tl.minimum(tl.maximum(tl.max(m, 0), u_y), LARGEST)  # NaN of no class counts for nothing
         whole = top * c
@@ -212,16 +256,20 @@ def held_rows(
             k *= tl.exp2(-lost)
             for i in tl.static_range(HELD):
                 start = (FREE + i) * B
-                _store(g_row, held[i], whole, k, hot, c, start, o, at_y, pairs, i == HELD - 1, HALF, PACKED)
+                base, at = _place(g_row, start, SPAN, lay)
+                _store(base, at, held[i], whole, k, hot, c, start, o, at_y, pairs, i == HELD - 1, HALF, PACKED)
             for b in range(FREE // R):
                 start = (FREE - R - b * R) * B
-                again = _chunks(row, start, o, pairs, R, False, HALF, "evict_first")
+                again = _chunks(row, start, o, pairs, SPAN, lay, R, False, HALF, "evict_first")
+                base, at = _place(g_row, start, SPAN, lay)
                 for i in tl.static_range(R):
-                    _store(g_row, again[i], whole, k, hot, c, start + i * B, o, at_y, pairs, False, HALF, PACKED)
+                    _store(
+                        base, at + i * B, again[i], whole, k, hot, c, start + i * B, o, at_y, pairs, False, HALF, PACKED
+                    )
         else:
-            others = _far_sum(row, pairs, at_y, top, c, o, CHUNKS, HALF)
+            others = _far_sum(row, pairs, at_y, top, c, o, SPAN, lay, CHUNKS, HALF)
             k, hot = _slopes(top, others, u_y, y, V, c, up, z_loss, s)
-            _far_gradient(row, g_row, pairs, at_y, top, k, hot, c, o, CHUNKS, HALF)
+            _far_gradient(row, g_row, pairs, at_y, top, k, hot, c, o, SPAN, lay, CHUNKS, HALF)
         d_y, _, total = pieces.shares(top, others, u_y, y, V, c)
         log_total = pieces.log_of(total, others)
         log_p = tl.where(y < V, s * d_y, float("nan")) - log_total
@@ -231,7 +279,8 @@ def held_rows(
         if EARLY:
             tl.extra.cuda.gdc_wait()
         for i in range(CHUNKS):
-            tl.store(g_row + i * B + o, tl.zeros([T, 4], tl.int32), mask=i * B + o < pairs)
+            base, at = _place(g_row, i * B, SPAN, lay)
+            tl.store(base + at + o, tl.zeros([T, 4], tl.int32), mask=i * B + o < pairs)
     tl.store(loss_ptr + row_of_all, loss)
     tl.store(top_ptr + row_of_all, top)
     tl.store(log_total_ptr + row_of_all, log_total)

@@ -15,6 +15,7 @@ from .held import held_rows
 from .route import Held, held, plan
 
 LARGEST_INT = 2**31 - 1
+WHOLE = (0, 0, 0, 0)  # how held.py's rows lie that are in one piece
 FEW = 1 << 17  # rows that one program counts
 
 
@@ -165,8 +166,8 @@ def _launch(logits, rows: _Rows, target, d_loss, g: Tensor | None, out, options,
         if g is not None and rows.fixed.held is not None:
             ignore_index, _, z_loss, _, _, s, scale = rows.numbers
             held_rows[(N,)](
-                rows.x, g, target, rows.row_weight, up, *out, 0, inner, *x_strides[:2], *g_strides[:2],
-                stride_up, V, ignore_index, z_loss, s, scale, HAS_UP=up is not None,
+                rows.x, g, None, target, rows.row_weight, up, *out, 0, inner, *x_strides[:2], *g_strides[:2],
+                stride_up, V, ignore_index, z_loss, s, scale, *WHOLE, SPAN=0, HAS_UP=up is not None,
                 HAS_ROW_WEIGHT=rows.row_weight is not None, **held_constants(rows.x, rows.fixed.held, early),
             )  # fmt: skip
             return

@@ -65,11 +65,17 @@ HELD_FROM, MOST = 16385, 1 << 30  # classes; offsets of more would not fit 32 bi
 SHAPES = ((24576, 16, 2, 32), (32768, 16, 3, 32), (49152, 16, 3, 40), (65536, 16, 4, 64), (MOST, 32, 4, 64))
 
 
-def held(V: int) -> Held | None:
+def held(V: int, panel: int = 0) -> Held | None:
     """For loss and gradient of V classes, a multiple of 16, of 16 bits, in rows that can be read 16 bytes at a time,
-    without options but row weights and z_loss. At least one chunk is held, the last, which V may end within."""
+    without options but row weights and z_loss. At least one chunk is held, the last, which V may end within.
+
+    panel: where rows lie in panels, the classes of one, a multiple of a chunk's 256 a warp: what comes at once is of
+    one panel."""
     if not HELD_FROM <= V <= MOST:
         return None
     _, warps, R, registers = next(shape for shape in SHAPES if shape[0] >= V)
     chunks = -(-V // (256 * warps))
+    if panel:
+        R, registers = next(r for r in (4, 3, 2, 1) if panel // (256 * warps) % r == 0), 64
+        return Held(warps, chunks, max(n for n in range(1, min(chunks, 4) + 1) if (chunks - n) % R == 0), R, registers)
     return Held(warps, chunks, chunks % R or R, R, registers)

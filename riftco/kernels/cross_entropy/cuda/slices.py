@@ -8,7 +8,8 @@ from ..._launch import Again, on
 from ..route import FEW, of_call
 from . import rows as kernels
 from .held import held_rows
-from .launch import LARGEST_INT, fixed, held_constants, numbers_of, opaque, per_row
+from .launch import LARGEST_INT, WHOLE, fixed, held_constants, numbers_of, opaque, per_row
+from .route import held
 
 
 class Slices:
@@ -45,6 +46,23 @@ class Slices:
         with on(logits):
             self.launch(n, logits, g, *self.tensors, first, *self.scalars)
 
+    def in_panels(self, panels: list[Tensor], together: int) -> None:
+        """The first rows' logits and their gradient, cut along V: contiguous panels [n, w] of neighbouring classes, of
+        one width that chunks of held.py fill, but for the last. The first `together` of them lie one behind the other,
+        and so do the rest."""
+        V, (n, width), last = sum(p.shape[1] for p in panels), panels[0].shape, len(panels) - 1
+        chosen, numbers = held(V, width), numbers_of(self.options)
+        assert self.gradient and chosen is not None
+        words = width // 2
+        lay = ((n - 1) * words, together, last, (width - panels[last].shape[1]) // 8)
+        with on(panels[0]):
+            held_rows[(n,)](
+                panels[0], panels[0], panels[min(together, last)], self.target, self.row_weight, self.up, *self.out,
+                0, 1, width, 0, width, 0, self.stride_up, V, numbers[0], numbers[2], *numbers[-2:], *lay, SPAN=words,
+                HAS_UP=self.up is not None, HAS_ROW_WEIGHT=self.row_weight is not None,
+                **held_constants(panels[0], chosen),
+            )  # fmt: skip
+
     def _look(self, logits: Tensor, look: tuple[int, int, bool, bool]) -> None:
         n, V = logits.shape
         step, stride, aligned, _ = look
@@ -56,10 +74,10 @@ class Slices:
         )  # fmt: skip
         weighted, numbers = self.row_weight is not None, numbers_of(self.options)
         if self.fixed.held is not None:
-            self.tensors = (self.target, self.row_weight, self.up, *self.out)
-            self.scalars = (1, step, 0, step, 0, self.stride_up, V, numbers[0], numbers[2], *numbers[-2:])
+            self.tensors = (None, self.target, self.row_weight, self.up, *self.out)
+            self.scalars = (1, step, 0, step, 0, self.stride_up, V, numbers[0], numbers[2], *numbers[-2:], *WHOLE)
             self.launch = Again(
-                held_rows, HAS_UP=self.up is not None, HAS_ROW_WEIGHT=weighted,
+                held_rows, SPAN=0, HAS_UP=self.up is not None, HAS_ROW_WEIGHT=weighted,
                 **held_constants(logits, self.fixed.held),
             )  # fmt: skip
             return
