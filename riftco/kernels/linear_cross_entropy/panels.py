@@ -144,7 +144,7 @@ def _d_x(p: Problem, panels: list[Tensor], blocks: list[slice], where: Where, so
         for g, block in zip(panels, blocks):
             add_product(sums[:here], g[lo : lo + here].t(), p.weight[block], block.start > 0)
         at = slice(where.start + lo, where.start + lo + here) if isinstance(where, slice) else where[lo : lo + here]
-        put(out, at, sums[:here].to(out.dtype))
+        put(out, at, sums[:here] if isinstance(at, slice) else sums[:here].to(out.dtype))
 
 
 def _cut(total: Tensor, x: Tensor, made: Panels, blocks: list[slice]) -> list[Tensor]:

@@ -242,7 +242,8 @@ def _order(
     if slices.slices > 1 and (step := ce.panel(p)):
         sizes = Sizes(
             p.V, step, p.x.dtype.itemsize, p.C * narrow.itemsize, p.C * wide.itemsize,
-            p.C * p.x.dtype.itemsize * (not rows.views), p.C * p.acc.itemsize * need_x, p.slice_bytes,
+            p.C * p.x.dtype.itemsize * (not rows.views),
+            p.C * (p.acc.itemsize + p.x.dtype.itemsize * (rows.index is not None)) * need_x, p.slice_bytes,
         )  # fmt: skip
         if (found := panels.first(rows.count, sizes, slices.row_bytes, filled)) is not None:
             made, rest = found
