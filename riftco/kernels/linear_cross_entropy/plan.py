@@ -11,7 +11,7 @@ class Plan:
     rows: int  # of a slice; the last slice may be shorter
     slices: int
     why: str
-    row_bytes: int = 0
+    row_bytes: int  # what a row of a slice holds
 
 
 @dataclass(frozen=True)
