@@ -296,7 +296,7 @@ PEERS: dict[str, tuple[Peer, ...]] = {
     "linear_cross_entropy": (
         *_torch_and_compile(_lce_torch, (*HEADS, "nf4"), "BTCVR"),
         Peer("torch chunked", _lce_chunked, CHUNKED, options=(*HEADS, "nf4"), dims="BTCV"),
-        Peer("Liger", _lce_liger, ("liger_kernel",), GPU, HEADS, "BTCV"),
+        Peer("Liger", _lce_liger, ("liger_kernel",), GPU, (*HEADS, "slice_bytes"), "BTCV"),  # it has its own
         Peer("CCE", _lce_cce("cce"), ("cut_cross_entropy",), GPU, HEADS, "BTCV"),
         Peer("CCE exact", _lce_cce("cce_exact"), ("cut_cross_entropy",), GPU, HEADS, "BTCV"),
         Peer("quack chunked", _lce_quack, ("quack",), GPU, HEADS, "BTCV"),

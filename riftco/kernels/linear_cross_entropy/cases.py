@@ -61,6 +61,9 @@ HEADS = (
     Case("Gemma 2 2B, bfloat16 dW", GEMMA_2B, NARROW),
     Case("Llama 3 1B, bfloat16 dW", LLAMA_1B, NARROW),
 )
+# heads at the memory that Liger takes beside the gradients
+AS_LIGER = {"Llama 3 8B frozen": 63, "Llama 3 8B, bfloat16 dW": 63, "Gemma 2 2B frozen": 63, "SmolLM2 frozen": 12}
+AS_LIGER |= {"Gemma 2 2B, bfloat16 dW": 63, "Llama 3 1B, bfloat16 dW": 125}
 BENCH = (
     *HEADS,
     Case("GPT-2", GPT2, EVERY_ROW),
@@ -72,6 +75,11 @@ BENCH = (
         Case(f"{head.name}, {mib} MiB", head.shape, {**head.options, "slice_bytes": mib << 20})
         for head in HEADS
         for mib in (64, 128, 256, 512, 1024)
+    ),
+    *(
+        Case(f"{head.name}, as Liger", head.shape, {**head.options, "slice_bytes": AS_LIGER[head.name] << 20})
+        for head in HEADS
+        if head.name in AS_LIGER
     ),
 )
 LORA_SCALE = 0.75
