@@ -33,7 +33,7 @@ LOSS = slices.Loss(
     cross_entropy.forward_backward_,
     cross_entropy.backward,
     temporaries=lambda p: 0,
-    vocabulary_below=600,  # at 546 rows an addition blocks of classes were 6 % faster, at 655 slower (H200)
+    vocabulary_below=600,  # at 546 rows an addition blocks of classes were 6 % faster (H200)
     in_turn=cross_entropy.Slices,
     places=cross_entropy.places,
     filled=filled,
