@@ -46,14 +46,18 @@ class Again:
         self.kernel, self.constants = kernel, constants
         self.compiled: Any = None
         self.behind: list[Any] = []
+        self.run: Any = None  # the launch of self.grid programs
+        self.grid = -1
 
     def __call__(self, grid: int, *args: Any) -> None:
-        if self.compiled is not None:
-            self.compiled[grid, 1, 1](*args, *self.behind)
+        if self.compiled is None:
+            self.compiled = self.kernel[(grid,)](*args, **self.constants)
+            if self.compiled is not None:  # the interpreter compiles nothing
+                self.behind = [self.constants[name] for name in self.kernel.arg_names[len(args) :]]
             return
-        self.compiled = self.kernel[(grid,)](*args, **self.constants)
-        if self.compiled is not None:  # the interpreter compiles nothing
-            self.behind = [self.constants[name] for name in self.kernel.arg_names[len(args) :]]
+        if grid != self.grid:
+            self.grid, self.run = grid, self.compiled[grid, 1, 1]
+        self.run(*args, *self.behind)
 
 
 def as_rows(t: Tensor) -> tuple[Tensor, int, int, int]:

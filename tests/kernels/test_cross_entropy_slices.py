@@ -235,23 +235,28 @@ def test_again_takes_constants_in_order():
     launch = Again(Kernel(), R=4, num_warps=8, FLAG=True)
     launch(5, "x", "y")
     launch(7, "z", "w")
-    assert calls == [((5,), ("x", "y"), dict(R=4, num_warps=8, FLAG=True)), ("z", "w", True, 4)]
+    launch(7, "u", "v")
+    assert calls == [((5,), ("x", "y"), dict(R=4, num_warps=8, FLAG=True)), ("z", "w", True, 4), ("u", "v", True, 4)]
+    with pytest.raises(KeyError):
+        launch(6, "z", "w")  # another number of programs is asked for anew
 
 
 class Ops(TorchDispatchMode):
     def __init__(self):
         super().__init__()
-        self.seen = Counter()
+        self.seen, self.free = Counter(), Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name.removeprefix("aten::")
-        if name not in NO_WORK:
-            self.seen[name] += 1
+        (self.free if name in NO_WORK else self.seen)[name] += 1
         return func(*args, **(kwargs or {}))
 
 
 def test_a_slice_is_two_products_and_a_launch(monkeypatch):
-    """Of a frozen head: nothing else is asked of the GPU for a slice, and one addition for the call."""
+    """Of a frozen head: nothing else is asked of the GPU for a slice, and one addition for the call.
+
+    Of the host, three views: small slices wait for it.
+    """
     pytest.importorskip("triton")
     from riftco.kernels.cross_entropy.cuda import rows as kernels
     from riftco.kernels.linear_cross_entropy import cuda
@@ -263,16 +268,19 @@ def test_a_slice_is_two_products_and_a_launch(monkeypatch):
             self.launches += 1
             return lambda *args, **constants: None
 
+    views = []
     for slices in (3, 5):
         p, kernel = problem(16 * slices, 6, 32, 16, torch.bfloat16, slice_bytes=16 * 32 * 2), Silent()
         monkeypatch.setattr(kernels, "forward_rows", kernel)
         counted = torch.tensor([16 * slices, 0, 16 * slices - 1])
         with Ops() as ops, torch.no_grad():
             upstream = torch.ones(()).expand(16 * slices)
-            ops.seen.clear()
+            ops.seen.clear(), ops.free.clear()
             sliced.backward(cuda.LOSS, upstream, *p, torch.float32, [True, False, False, False, False], counted)
         assert kernel.launches == slices
         assert ops.seen == {"mm": 2 * slices, "add": 1, "_to_copy": 1}  # lse; the count, for which the host waits
+        views.append(ops.free["slice"] + ops.free["t"] + ops.free["view"])
+    assert views[1] - views[0] == 2 * 3
 
 
 @pytest.mark.parametrize("device", DEVICES)

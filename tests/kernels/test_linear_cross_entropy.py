@@ -484,7 +484,7 @@ LABELS, KERNEL = "riftco.kernels.linear_cross_entropy.labels", "riftco.kernels.c
         (ROWS, "self.first = first", "self.first = 0", "labels lie together"),
         (HEAD, "(p.lora_b.to(p.acc) * p.lora_scale)", "(p.lora_b.to(p.acc))", "adapter"),
         (HEAD, "out.addmm_(d_inner, self.a)", "out.addmm_(d_inner, self.a, beta=0)", "adapter on NF4"),
-        (HEAD, "out.addmm_(g[:, part], w[part])", "torch.mm(g[:, part], w[part], out=out)", "adapter"),
+        (HEAD, "out.addmm_(_cut(g, part), _cut(w, part).t())", "matmul(g, w, out=out)", "adapter"),
         (SLICES, "d_a.add(d_inner, xs)", "d_a.add(d_inner, xs * 1.01)", "adapter"),
         (SLICES, "d_b.add(g, inner)", "d_b.add(g, inner * p.lora_scale)", "adapter"),
         (LABELS, "mass * log_p.expm1()", "self.weights * log_p.expm1()", "top-k"),

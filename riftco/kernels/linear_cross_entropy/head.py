@@ -11,6 +11,7 @@ from .problem import Problem
 LINE = 64  # elements: rows of a buffer lie at multiples of it, as matmuls and loads of odd rows are slow
 EVEN = 8  # classes: cuBLAS takes 5 to 8 times as long for sizes that are no multiple of it
 WORTH_FROM = 4096  # classes
+ALL = slice(None)
 NARROW_AT_ONCE = 8 << 20  # bytes of a 16-bit gradient widened at once where a matmul cannot give float32
 
 
@@ -25,6 +26,7 @@ class Head:
         self.a = None if p.lora_a is None else p.lora_a.to(p.x.dtype)
         self.b = None if p.lora_b is None else (p.lora_b.to(p.acc) * p.lora_scale).to(p.x.dtype)  # scale is in it
         self.buffer: Tensor | None = None
+        self.across = p.weight if p.frozen else p.weight.t()  # [C, V], made once: of small slices Python takes most
 
     def row_bytes(self, x_is_view: bool, d_x_in_place: bool) -> int:
         """What a row of a slice holds beside its logits' own: gathered x, its gradient, the adapter's inner rows."""
@@ -55,12 +57,12 @@ class Head:
         if self.buffer is None:
             z = matmul(x, p.weight, p.bias)
             return z if inner is None or self.b is None else z.addmm_(inner, self.b.t())
-        n, z, w = x.shape[0], self.buffer, p.weight.t()
+        n, z, w = x.shape[0], self.buffer, self.across
         z = z if n == z.shape[0] else z[:n]
         if inner is not None and self.b is not None:
             _affine(inner, self.b.t(), p.bias, z)
             for part in _parts(p.V, z):
-                z[:, part].addmm_(x, w[:, part])
+                _cut(z, part).addmm_(x, _cut(w, part))
             return z
         return _affine(x, w, p.bias, z)
 
@@ -76,10 +78,10 @@ class Head:
         return _affine(x, w, bias, out)
 
     def d_inner(self, g: Tensor) -> Tensor | None:
-        return None if self.b is None else _product(g, self.b, g.new_empty(g.shape[0], self.rank))
+        return None if self.b is None else _product(g, self.b.t(), g.new_empty(g.shape[0], self.rank))
 
     def d_x(self, g: Tensor, d_inner: Tensor | None, out: Tensor) -> None:
-        parts = (slice(None),) if self.filled is None else self.filled.parts(g.shape[0])
+        parts = (ALL,) if self.filled is None else self.filled.parts(g.shape[0])
         if len(parts) == 1:
             self._d_x(g, d_inner, out)
         else:
@@ -94,11 +96,11 @@ class Head:
                 out.addmm_(d_inner, self.a)
         elif d_inner is not None and self.a is not None:
             torch.mm(d_inner, self.a, out=out)
-            _product(g, p.weight, out, more=True)
+            _product(g, self.across, out, more=True)
         elif self.apart:
-            out.copy_(matmul(g, p.weight.t()))
+            out.copy_(matmul(g, self.across))
         else:
-            _product(g, p.weight, out)
+            _product(g, self.across, out)
 
 
 def _pays(classes: int, like: Tensor) -> bool:
@@ -107,27 +109,33 @@ def _pays(classes: int, like: Tensor) -> bool:
 
 def _parts(classes: int, like: Tensor) -> tuple[slice, ...]:
     """All classes, the last few of an odd number apart."""
-    odd = classes % EVEN if _pays(classes, like) else 0
-    return (slice(0, classes - odd), slice(classes - odd, classes)) if odd else (slice(0, classes),)
+    odd = classes % EVEN
+    return (slice(0, classes - odd), slice(classes - odd, classes)) if odd and _pays(classes, like) else (ALL,)
+
+
+def _cut(t: Tensor, part: slice) -> Tensor:
+    """Classes of [.., V]; a view of all of them would cost the host half of what a launch does."""
+    return t if part is ALL else t[..., part]
 
 
 def _affine(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
     """out = x w + bias, w [.., V]."""
     for part in _parts(w.shape[1], x):
         if bias is None:
-            torch.mm(x, w[:, part], out=out[:, part])
+            torch.mm(x, _cut(w, part), out=_cut(out, part))
         else:
-            torch.addmm(bias[part], x, w[:, part], out=out[:, part])
+            torch.addmm(_cut(bias, part), x, _cut(w, part), out=_cut(out, part))
     return out
 
 
 def _product(g: Tensor, w: Tensor, out: Tensor, more: bool = False) -> Tensor:
-    """out = g w, g [n, V], plus out itself if `more`; of an odd V the few classes come first and are rounded alone."""
-    for part in reversed(_parts(w.shape[0], g)):
+    """out = g w^T, g [n, V], w [.., V], plus out itself if `more`; of an odd V the few classes come first and are
+    rounded alone."""
+    for part in reversed(_parts(w.shape[1], g)):
         if more:
-            out.addmm_(g[:, part], w[part])
+            out.addmm_(_cut(g, part), _cut(w, part).t())
         else:
-            matmul(g[:, part], w[part].t(), out=out)
+            matmul(_cut(g, part), _cut(w, part), out=out)
         more = True
     return out
 
