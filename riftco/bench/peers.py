@@ -80,15 +80,17 @@ def _ce_liger(cases) -> Call:
     return call
 
 
-def _ce_quack(cases) -> Call:
-    from quack.cross_entropy import cross_entropy
+def _ce_quack(inplace: bool) -> Callable[[Any], Call]:
+    def make(cases) -> Call:
+        from quack.cross_entropy import cross_entropy
 
-    def call(inputs, case):
-        target = _ce_target(inputs, case).flatten()
-        losses = cross_entropy(inputs["logits"].flatten(0, -2), target)
-        return {"loss": losses.sum() / (target >= 0).sum()}
+        def call(inputs, case):
+            logits, target = inputs["logits"].flatten(0, -2), _ce_target(inputs, case).flatten()
+            return {"loss": cross_entropy(logits, target, reduction="mean", inplace_backward=inplace)}
 
-    return call
+        return call
+
+    return make
 
 
 def _head(inputs: dict[str, Tensor]) -> Tensor:
@@ -291,7 +293,8 @@ PEERS: dict[str, tuple[Peer, ...]] = {
     "cross_entropy": (
         *_torch_and_compile(_ce_torch, ("reduction",)),
         Peer("Liger in place", _ce_liger, ("liger_kernel",), GPU, (), overwrites=True),
-        Peer("quack", _ce_quack, ("quack",), GPU, ()),
+        Peer("quack", _ce_quack(False), ("quack",), GPU, ()),
+        Peer("quack in place", _ce_quack(True), ("quack",), GPU, (), overwrites=True),
     ),
     "linear_cross_entropy": (
         *_torch_and_compile(_lce_torch, (*HEADS, "nf4"), "BTCVR"),
