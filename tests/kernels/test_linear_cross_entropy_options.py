@@ -337,6 +337,7 @@ def test_errors():
         (dict(label_smoothing=1.5), "label_smoothing"),
         (dict(softcap=0.0), "softcap"),
         (dict(logit_scale=0.0), "logit_scale"),
+        (dict(logit_scale=1e39), "logit_scale must be positive and finite in float32"),
         (dict(z_loss=math.inf), "z_loss"),
         (dict(class_weight=torch.ones(3)), r"class_weight must be floating \(33,\)"),
         (dict(class_weight=torch.ones(33, requires_grad=True)), "class_weight is not differentiable"),
@@ -393,6 +394,17 @@ def test_blocks_of_classes(name, masked, module):
             elif g.numel():
                 error, usual = (g - w).norm() / w.norm(), (r - w).norm() / w.norm()
                 assert error <= 2 * usual + 1e-6, (i, error, usual)
+
+
+def test_blocks_of_classes_with_an_adapter_of_rank_0():
+    x, weight, y = make(40, C=24, V=700, dtype=torch.bfloat16)
+    blocks = dataclasses.replace(cpu.LOSS, vocabulary_below=1 << 30, most_bytes=None)
+    p = problem(x, weight, y, lora_a=torch.randn(0, 24), lora_b=torch.randn(700, 0), slice_bytes=40_000)
+    plain = p._replace(lora_a=None, lora_b=None)
+    got = slices.backward(blocks, None, *p, torch.float32, [True] * 2 + [False] + [True] * 2)
+    want = slices.backward(blocks, None, *plain, torch.float32, [True] * 2 + [False] * 3)
+    assert torch.equal(got[5], want[5]) and torch.equal(got[6], want[6])
+    assert got[8].shape == (0, 24) and got[9].shape == (700, 0)
 
 
 def test_order_says_why():

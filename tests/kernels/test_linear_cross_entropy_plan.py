@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_linear_cross_entropy import Live, problem
 
-from riftco.kernels.linear_cross_entropy import cpu, slices
+from riftco.kernels.linear_cross_entropy import cpu, panels, slices
 from riftco.kernels.linear_cross_entropy.plan import Filled, plan
 
 
@@ -32,6 +32,16 @@ def test_plan_of_slices_that_fill_a_device():
         assert made.rows * row_bytes <= budget and made.rows * made.slices >= count > made.rows * (made.slices - 1)
         assert trained.cost(count, made.rows) <= trained.cost(count, plan(count, row_bytes, budget).rows)
     assert "fill 132" in plan(8192, logits + 4 * 4096, 512 << 20, filled=trained).why
+
+
+@pytest.mark.parametrize("C, processors", [(8192, 24), (4096, 14), (8192, 20), (40960, 132)])
+def test_fewer_processors_than_tiles_of_a_row(C, processors):
+    """No number of rows is a whole round; none is not one either."""
+    filled = Filled(-(-C // 256), processors, 0.5)
+    assert filled.whole_rounds(127) == set() and 0 not in filled.whole_rounds(4096)
+    sizes = panels.Sizes(128256, 8192, 2, 4 * C, 4 * C, 0, 4 * C, 64 << 20)
+    found = panels.first(8192, sizes, 2 * 128256, filled)
+    assert found is None or found[0].rows + found[1].rows * found[1].slices >= 8192
 
 
 def test_a_product_that_leaves_processors_idle_is_made_in_two():

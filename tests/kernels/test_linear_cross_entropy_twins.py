@@ -78,6 +78,10 @@ def test_liger():
     weighted = liger_fused_linear_cross_entropy(x, weight, y, None, w, lse_square_scale=0.1, return_z_loss=True)
     plain_lse = F.linear(x, weight).logsumexp(-1)[y >= 0]
     torch.testing.assert_close(weighted.z_loss, 0.1 * plain_lse.square().sum() / w[y[y >= 0]].sum())
+    y[3] = 255  # no class, and what is ignored
+    outside = liger_fused_linear_cross_entropy(x, weight, y, None, w, 255, lse_square_scale=0.1, return_z_loss=True)
+    assert torch.equal(outside.loss, weighted.loss) and torch.equal(outside.z_loss, weighted.z_loss)
+    y[3] = -100
     module = nn.LigerFusedLinearCrossEntropyLoss(ce_weight=w, label_smoothing=0.1, reduction="sum")
     torch.testing.assert_close(
         module(weight, x, y), plain(x, weight, y, weight=w, label_smoothing=0.1, reduction="sum")

@@ -7,6 +7,8 @@ from .._arguments import check_impl, floating, given, indices, number, whole
 from .._contract import checks_enabled, same_device
 from .._overlap import lies_once
 
+FLOAT32 = torch.finfo(torch.float32).max  # kernels take options in it
+
 
 def check(op, logits, target, weight, row_weight, reduction, denominator, impl) -> None:
     if not floating(logits) or logits.dim() < 1:
@@ -78,10 +80,10 @@ def check_options(
 ) -> None:
     whole(op, "ignore_index", ignore_index, "within 64 bits")
     number(op, "label_smoothing", label_smoothing, "in 0..1", least=0, most=1)
-    number(op, "z_loss", z_loss, "finite")
+    number(op, "z_loss", z_loss, "finite in float32", least=-FLOAT32, most=FLOAT32)
     if softcap is not None:
-        number(op, "softcap", softcap, "positive and finite, or None", above=0)
-    number(op, "logit_scale", logit_scale, "positive and finite", above=0)
+        number(op, "softcap", softcap, "positive and finite in float32, or None", above=0, most=FLOAT32)
+    number(op, "logit_scale", logit_scale, "positive and finite in float32", above=0, most=FLOAT32)
 
 
 def check_inplace(logits: Tensor, reduction: str, return_lse: bool, impl: str | None) -> None:

@@ -159,8 +159,17 @@ class Sum:
         if self.wanted and not self.begun:
             self.total.zero_()
         if factor is not None and self.wanted:
-            self.total.mul_(factor)
+            scale_(self.total, factor)
         return _narrowed(self.total, dtype)
+
+
+def scale_(g: Tensor, factor: Tensor | float) -> None:
+    """g *= factor, the product in float32: a GPU would round a tensor of no dimensions to g's dtype, 2 ** 16 of a
+    float16 gradient to infinity."""
+    if isinstance(factor, Tensor):
+        launcher("linear_cross_entropy_scale_", g)(g, factor)
+    else:
+        g.mul_(factor)
 
 
 def _narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor:

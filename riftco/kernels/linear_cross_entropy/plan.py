@@ -45,7 +45,8 @@ class Filled:
     def whole_rounds(self, most: int) -> set[int]:
         """Numbers of rows up to `most` whose tiles leave few processors idle."""
         rounds = most * self.columns // (TILE * self.processors)
-        return {r * self.processors // self.columns * TILE for r in range(1, rounds + 1)}
+        found = {r * self.processors // self.columns * TILE for r in range(1, rounds + 1)}
+        return found - {0}  # a tile of rows has more tiles of d_x than one round takes
 
     def better(self, count: int, most: int, rows: int) -> int:
         """`rows`, or a number of rows up to `most` that costs less."""

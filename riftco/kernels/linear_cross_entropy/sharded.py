@@ -116,7 +116,7 @@ def backward(
     """This process's part of d_x, and d_weight and d_bias of its classes."""
     need_x, need_weight, need_bias = needs
     rows, head, over = _prepare(p, shard)
-    upstream, restore = slices.tamed(p, d_loss, slices.power_above)
+    upstream, restore = slices.tamed(p, rows, d_loss, slices.power_above)
     assert upstream is not None
     target = p.target.reshape(-1)
     d_x = rows.zeros_or_empty(p.C, dtype=p.x.dtype) if need_x else None
@@ -148,8 +148,9 @@ def backward(
         if d_x is not None:
             put(d_x, where, made)
     if restore is not None:
-        d_x = None if d_x is None else d_x.mul_(restore)
-        d_bias = None if d_bias is None else d_bias.mul_(restore)
+        for grad in (d_x, d_bias):
+            if grad is not None:
+                heads.scale_(grad, restore)
     return (
         None if d_x is None else d_x.view(p.x.shape),
         d_w.result(p.weight.dtype, restore) if need_weight else None,

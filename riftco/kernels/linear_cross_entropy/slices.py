@@ -160,7 +160,7 @@ def backward(ce: Loss, d_loss: Tensor | None, *arguments) -> tuple[Tensor, ...]:
     with _as_given(p.x):
         filled = ce.filled(p, need_weight) if need_x else None
         rows, head, slices = _prepare(ce, p, counted[0] if counted else None, filled)
-        upstream, restore = tamed(p, d_loss, ce.power_above)
+        upstream, restore = tamed(p, rows, d_loss, ce.power_above)
         first, slices, dtype = (
             _order(ce, p, rows, slices, accum_dtype, need_x, filled) if need_weight else (None, slices, p.acc)
         )
@@ -201,7 +201,8 @@ def backward(ce: Loss, d_loss: Tensor | None, *arguments) -> tuple[Tensor, ...]:
             del logits, g
         head.buffer = None
         if restore is not None:
-            d_x, d_bias = d_x.mul_(restore), d_bias.mul_(restore)
+            heads.scale_(d_x, restore)
+            heads.scale_(d_bias, restore)
         return (
             *losses.finished(),
             d_x.view(p.x.shape) if need_x else d_x,
@@ -254,7 +255,7 @@ def _order(
 
 
 def tamed(
-    p: Problem, d_loss: Tensor | None, power_above: Callable[[Tensor], Tensor]
+    p: Problem, rows: Rows, d_loss: Tensor | None, power_above: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor | None, Tensor | None]:
     """(the upstream gradient [rows], a power of two that was taken out of it or None).
 
@@ -266,7 +267,10 @@ def tamed(
     flat = d_loss.reshape(-1)
     if p.x.dtype != torch.float16 or flat.numel() == 0:
         return flat, None
-    largest = flat.detach().float().abs().amax(0)  # torch_xla mistakes the shape of amax()
+    live = rows.of(flat) if rows.all_live else flat.where(rows.live, 0.0)  # what others are sent counts for nothing
+    if live.numel() == 0:
+        return flat, None
+    largest = live.detach().float().abs().amax(0)  # torch_xla mistakes the shape of amax()
     factor = torch.where(largest.isfinite() & (largest > 0), power_above(largest), 1.0)
     return flat.float() / factor, factor
 

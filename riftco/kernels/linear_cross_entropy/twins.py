@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .._arguments import flags, floating, given, whole
+from ..cross_entropy.op import denominator_of
 from .op import linear_cross_entropy
 
 
@@ -102,9 +103,7 @@ def liger_fused_linear_cross_entropy(
     if reduction != "none":
         z = z.sum()
     if reduction == "mean":
-        labelled = (target != ignore_index) & (target >= 0)
-        divisor = labelled if ce_weight is None else torch.where(labelled, ce_weight[target.clamp(min=0)], 0.0)
-        z = z / divisor.sum().clamp(min=1e-30)
+        z = z / denominator_of(target, ce_weight, ignore_index, None)
     return CrossEntropyOutput(
         loss,
         z if return_z_loss else None,

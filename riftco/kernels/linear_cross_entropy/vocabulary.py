@@ -66,7 +66,7 @@ def backward(
     d_bias = p.x.new_empty(p.V if need_bias else 0, dtype=p.acc)
     d_b = p.x.new_empty((p.V, head.rank) if need_b else 0, dtype=p.acc)
     d_x = p.x.new_zeros((rows.count, p.C) if need_x else 0, dtype=p.acc)
-    d_inner = p.x.new_zeros((rows.count, head.rank) if head.rank else 0, dtype=p.acc)
+    d_inner = p.x.new_zeros((rows.count, head.rank) if head.a is not None else 0, dtype=p.acc)
     columns = _columns(ce, p, rows.count)
     buffer = p.x.new_empty(rows.count, columns)
     for lo in range(0, p.V, columns):
