@@ -52,5 +52,5 @@ def quickstart(
     path = pathlib.Path(first.run.config.model)
     near = path.relative_to(pathlib.Path.cwd()) if path.is_relative_to(pathlib.Path.cwd()) else path
     model = f"--model {shlex.quote(str(near))} --adapter {shlex.quote(str(result.weights))}"
-    shown.note(f"ask it:    riftco generate {model} --prompt 'We ate three jars of honey from the attic.'")
+    shown.note(f"ask it:    riftco generate {model} --prompt {shlex.quote(first.prompt)}")
     shown.note(f"serve it:  riftco serve {model} --train-dir mine")

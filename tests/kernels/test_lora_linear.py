@@ -426,6 +426,7 @@ def test_errors(monkeypatch):
         (lambda: call(rows=torch.tensor([1], dtype=torch.int32)), "rows must be int64"),
         (lambda: call(impl="fast"), "'fast'"),
         (lambda: call(a=a.to("meta")), "lora_a on meta"),
+        (lambda: nn.LoRALinear(torch.nn.Linear(8, 8), rank=0, alpha=1.0), "LoRALinear: rank must be 1 or more; got 0"),
     ]:
         with pytest.raises(ValueError, match=text):
             bad()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from .._arguments import whole
 from .._calls import sole_call
 from ..embedding.module import LoRAEmbedding, LoRAOptions, SharedHead
 from ..gguf_linear.module import GGUFLinear
@@ -51,6 +52,7 @@ class LoRALinear(LoRAOptions, nn.Module):
         device: torch.device | str | None = None,
     ):
         super().__init__()
+        whole(type(self).__name__, "rank", rank, "1 or more", least=1)
         self.base_layer = base.requires_grad_(False)
         self.rank, self.alpha, self.dropout = rank, alpha, dropout
         self.use_rslora, self.use_dora = use_rslora, use_dora
