@@ -31,9 +31,9 @@ def both(
     return call
 
 
-def forward(V: int) -> None:
+def forward(V: int, N: int = 2) -> None:
     launch.forward(
-        torch.empty(2, V, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64), None, None, *PLAIN, False
+        torch.empty(N, V, dtype=torch.bfloat16), torch.zeros(N, dtype=torch.int64), None, None, *PLAIN, False
     )
 
 
@@ -68,6 +68,7 @@ LAUNCHES = {
     "aligned, float16": both(128256, torch.float16),
     "aligned, float32": both(128256, torch.float32),
     "aligned, forward": lambda: forward(128256),
+    "aligned, forward of many rows": lambda: forward(32000, 1024),
     "aligned, backward": lambda: backward(128256),
     "aligned rows, odd V": both(50257, behind=47),
     "aligned rows, odd V, long": both(151669, behind=11),

@@ -13,7 +13,7 @@ import torch
 from riftco.functional import cross_entropy
 from riftco.kernels.cross_entropy import op, spec
 from riftco.kernels.cross_entropy.cuda import launch
-from riftco.kernels.cross_entropy.cuda.route import held, plan
+from riftco.kernels.cross_entropy.cuda.route import held, once, plan
 
 DEVICES = support.device_params(("cpu-triton", "cuda"))
 # V -> what plan gives for bfloat16 rows that lie at multiples of 16 bytes
@@ -68,9 +68,10 @@ def held_against_spec(device, x, y, options, inplace=False):
     to = device.torch_device
     with device.use(), support.poisoned():
         mine = x.to(to)
+        alone = launch.forward(mine, y.to(to), None, None, *options)
         got = launch.forward_backward(mine, y.to(to), None, None, d_loss.to(to), *options, inplace)
     assert (got[-1] is mine) == inplace
-    for a, b in zip(got[:1], want):
+    for a, b in ((got[0], want[0]), (alone[0], want[0])):
         torch.testing.assert_close(a.cpu().double(), b, rtol=3e-6, atol=3e-6, equal_nan=True)
     half = (2**-8 if x.dtype == torch.bfloat16 else 2**-11) * (1.02 if device.name == "cuda" else 2.04)
     torch.testing.assert_close(got[-1].cpu().double(), want[-1], rtol=half, atol=1.3e-7, equal_nan=True)
@@ -122,6 +123,15 @@ def test_held(device, V, dtype, inplace, rounded_once):
     x[18] = 0.75 * large + (torch.arange(V) % 3).to(dtype) * large * torch.finfo(dtype).eps
     options = (-100, 0.0, 0.0 if dtype == torch.bfloat16 else 1e-4, 0.0, 1.0, False)  # a square would be infinite
     assert not held_against_spec(device, x, y, options, inplace)[8].any()
+
+
+@pytest.mark.parametrize("V", [16400, 24576, 32000, 50304, 262144])
+@pytest.mark.parametrize("N", [1, 1023, 1024, 1 << 20])
+def test_chunks_of_rows_that_are_read_once(V, N):
+    chosen = once(V, N)
+    chunk = 8 * chosen.T
+    assert 0 < V - (chosen.chunks - 1) * chunk <= chunk
+    assert 1 <= chosen.held <= chosen.R and (chosen.chunks - chosen.held) % chosen.R == 0
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -284,7 +284,11 @@ def cross_entropy(
             divisor = _divisor(logits, target, class_weight, ignore_index, denominator)
         loss, *out = SummedLoss.apply(*tensors, divisor, options, return_metrics, inplace)
         return (loss, metrics_of(out, target, options)) if return_metrics else loss
-    over = None if reduction != "mean" else denominator_of(target, class_weight, ignore_index, denominator)
+    over: Any = None
+    if reduction == "mean" and denominator is None and class_weight is None and not _traced():
+        over = labelled(target, ignore_index)[0].to(_acc(logits))  # one launch
+    elif reduction == "mean":
+        over = denominator_of(target, class_weight, ignore_index, denominator)
     if recorded and impl is None:
         *out, lse = RowLosses.apply(*tensors, options, return_metrics, return_lse)
     else:

@@ -1,4 +1,4 @@
-"""Loss and gradient of long plain rows of 16-bit logits: a program a row, few instructions an element.
+"""Loss and gradient, or the loss, of long plain rows of 16-bit logits: a program a row, few instructions an element.
 
 Logits come two in a 32-bit word, chunks of T times 16 bytes; the last chunks of a row stay in registers between the
 two walks, the others are read again from the L2 cache. An exponential is one fused multiply-add and one exp2: with
@@ -281,6 +281,56 @@ def held_rows(
         for i in range(CHUNKS):
             base, at = _place(g_row, i * B, SPAN, lay)
             tl.store(base + at + o, tl.zeros([T, 4], tl.int32), mask=i * B + o < pairs)
+    tl.store(loss_ptr + row_of_all, loss)
+    tl.store(top_ptr + row_of_all, top)
+    tl.store(log_total_ptr + row_of_all, log_total)
+
+
+@triton.jit(do_not_specialize=["first"])
+def loss_rows(
+    x_ptr, target_ptr, row_weight_ptr, loss_ptr, top_ptr, log_total_ptr,
+    first, inner, x_outer, x_inner, V, ignore_index, z_loss, s,
+    HAS_ROW_WEIGHT: tl.constexpr, CHUNKS: tl.constexpr, HELD: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
+    HALF: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """The loss alone: a row is read once, R chunks at a time and the last HELD. As rows.forward_rows without GRAD."""
+    n = tl.program_id(0)
+    row_of_all = n.to(tl.int64) + first
+    y, row_weight, live = pieces.label(target_ptr, row_weight_ptr, row_of_all, ignore_index, HAS_ROW_WEIGHT)
+    x_row = x_ptr + (n // inner).to(tl.int64) * x_outer + (n % inner).to(tl.int64) * x_inner
+    row = x_row.to(tl.pointer_type(tl.int32), bitcast=True)
+    pairs = V // 2
+    o = tl.arange(0, T)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    lay = (0, 0, row, 0, 0, 0)
+    B: tl.constexpr = T * 4
+    FREE: tl.constexpr = CHUNKS - HELD
+    loss = 0.0
+    top = 0.0
+    log_total = 0.0
+    if live:
+        c = s * pieces.LOG2E
+        u_y = tl.load(_one(row, x_ptr, y, 0, lay), mask=y < V, other=0.0).to(tl.float32)
+        u_y = tl.where(y < V, u_y, float("nan"))
+        at_y = tl.where(y < V, y, -1).to(tl.int32)
+        sums = tl.zeros([T], tl.float32)
+        m = sums - LARGEST
+        t = sums - FAR
+        for b in range(FREE // R):
+            words = _chunks(row, b * R * B, o, pairs, 0, lay, R, False, HALF, "evict_first")
+            words, m, t, sums = _statistics(words, b * R * B, o, at_y, m, t, sums, c, HALF, PACKED)
+        words = _chunks(row, FREE * B, o, pairs, 0, lay, HELD, True, HALF, "evict_first")
+        words, m, t, sums = _statistics(words, FREE * B, o, at_y, m, t, sums, c, HALF, PACKED)
+        top = tl.minimum(tl.maximum(tl.max(m, 0), u_y), LARGEST)  # NaN of no class counts for nothing
+        whole = top * c
+        if tl.abs(whole) <= FAR:
+            others = tl.sum(sums * tl.exp2(t - whole - tl.fma(top, c, -whole)), 0)
+        else:
+            others = _far_sum(row, pairs, at_y, top, c, o, 0, lay, CHUNKS, HALF)
+        d_y, _, total = pieces.shares(top, others, u_y, y, V, c)
+        log_total = pieces.log_of(total, others)
+        log_p = tl.where(y < V, s * d_y, float("nan")) - log_total
+        lse = s * top + log_total
+        loss = (pieces.times(z_loss, lse * lse) - log_p) * row_weight
     tl.store(loss_ptr + row_of_all, loss)
     tl.store(top_ptr + row_of_all, top)
     tl.store(log_total_ptr + row_of_all, log_total)

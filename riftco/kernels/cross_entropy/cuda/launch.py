@@ -11,8 +11,8 @@ from .. import spec
 from ..route import capability_of, of_call
 from ..spec import no_metrics
 from . import rows as kernels
-from .held import held_rows
-from .route import Held, held, plan
+from .held import held_rows, loss_rows
+from .route import Held, held, once, plan
 
 LARGEST_INT = 2**31 - 1
 WHOLE = (0, 0, 0, 0)  # how held.py's rows lie that are in one piece
@@ -25,7 +25,7 @@ class Fixed(NamedTuple):
     constants: dict[str, Any]  # of both kernels
     keep: int
     in_use: frozenset[str]  # as route.py takes them
-    held: Held | None  # how held.py makes loss and gradient, where it does
+    held: Held | None  # how held.py makes loss and gradient, where it does; of others' loss alone `once` says how
 
 
 class _Rows(NamedTuple):
@@ -52,12 +52,12 @@ def numbers_of(options: tuple) -> tuple:
 @functools.lru_cache(1024)
 def fixed(
     V: int, stride: int, itemsize: int, aligned: bool, row_weight: bool, classes: bool, smooth: bool, softcap: bool,
-    metrics: bool, both: bool,
+    metrics: bool,
 ) -> Fixed:  # fmt: skip
-    """aligned: rows begin at multiples of 16 bytes, their classes one behind the other; both: loss and gradient."""
+    """aligned: rows begin at multiples of 16 bytes, their classes one behind the other."""
     plain = V % 16 == 0 and not (smooth or softcap)
     chosen = plan(V, itemsize, aligned, metrics, plain)
-    lean = both and plain and aligned and itemsize == 2 and not (metrics or classes)
+    lean = plain and aligned and itemsize == 2 and not (metrics or classes)
     constants = {
         "HAS_ROW_WEIGHT": row_weight, "CLASS": classes, "SMOOTH": smooth, "SOFTCAP": softcap,
         "WIDE": (V + chosen.R * chosen.T * chosen.E) * stride > LARGEST_INT,
@@ -69,10 +69,14 @@ def fixed(
 
 
 def held_constants(logits: Tensor, chosen: Held, early: bool = False) -> dict[str, Any]:
+    return {**once_constants(logits, chosen), "EARLY": early, **_early(early)}
+
+
+def once_constants(logits: Tensor, chosen: Held) -> dict[str, Any]:
     return {
         "CHUNKS": chosen.chunks, "HELD": chosen.held, "R": chosen.R, "T": chosen.T,
         "HALF": logits.dtype == torch.float16, "PACKED": _packed(logits), "num_warps": chosen.warps,
-        "maxnreg": chosen.registers, "EARLY": early, **_early(early),
+        "maxnreg": chosen.registers,
     }  # fmt: skip
 
 
@@ -90,10 +94,8 @@ def _packed(x: Tensor) -> bool:
     return opaque(x) and capability_of(x.device) >= (8, 0)
 
 
-def _rows(
-    logits, row_weight, class_weight, options: tuple, fresh: bool, metrics: bool = False, both: bool = False
-) -> _Rows:
-    """fresh: a gradient is written to contiguous rows of its own; both: beside the loss."""
+def _rows(logits, row_weight, class_weight, options: tuple, fresh: bool, metrics: bool = False) -> _Rows:
+    """fresh: a gradient is written to contiguous rows of its own."""
     _, label_smoothing, _, softcap, _ = options
     V = logits.shape[-1]
     x, inner, outer, step = as_rows(logits)
@@ -102,7 +104,7 @@ def _rows(
     aligned = stride == 1 and outer % 16 == step % 16 == x.data_ptr() % 16 == 0 and (even or not fresh)
     chosen = fixed(
         V, stride, x.dtype.itemsize, aligned, row_weight is not None, class_weight is not None, label_smoothing > 0,
-        softcap > 0, metrics, both,
+        softcap > 0, metrics,
     )  # fmt: skip
     weight_sum = None if class_weight is None else class_weight.sum()
     row_weight = None if row_weight is None else row_weight.contiguous()
@@ -131,7 +133,7 @@ def _forward(
     if metrics:
         out.append(torch.empty(target.shape, dtype=torch.int64, device=logits.device))
     beside = g is not None and g is not logits
-    rows = _rows(logits, row_weight, class_weight, options, beside, metrics, g is not None) if N and V else None
+    rows = _rows(logits, row_weight, class_weight, options, beside, metrics) if N and V else None
     early = mean and rows is not None and rows.fixed.held is not None and N <= FEW and _begins_early(logits)
     if mean:
         over, d_loss = _count(target, options[0], early)
@@ -169,6 +171,13 @@ def _launch(logits, rows: _Rows, target, d_loss, g: Tensor | None, out, options,
                 rows.x, g, None, target, rows.row_weight, up, *out, 0, inner, *x_strides[:2], *g_strides[:2],
                 stride_up, V, ignore_index, z_loss, s, scale, *WHOLE, SPAN=0, HAS_UP=up is not None,
                 HAS_ROW_WEIGHT=rows.row_weight is not None, **held_constants(rows.x, rows.fixed.held, early),
+            )  # fmt: skip
+            return
+        if g is None and rows.fixed.held is not None:
+            ignore_index, _, z_loss, _, _, s, _ = rows.numbers
+            loss_rows[(N,)](
+                rows.x, target, rows.row_weight, *out, 0, inner, *x_strides[:2], V, ignore_index, z_loss, s,
+                HAS_ROW_WEIGHT=rows.row_weight is not None, **once_constants(rows.x, once(V, N)),
             )  # fmt: skip
             return
         kernels.forward_rows[(N,)](

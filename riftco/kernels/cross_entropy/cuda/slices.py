@@ -7,9 +7,9 @@ from torch import Tensor
 from ..._launch import Again, on
 from ..route import FEW, of_call
 from . import rows as kernels
-from .held import held_rows
-from .launch import LARGEST_INT, WHOLE, fixed, held_constants, numbers_of, opaque, per_row
-from .route import held
+from .held import held_rows, loss_rows
+from .launch import LARGEST_INT, WHOLE, fixed, held_constants, numbers_of, once_constants, opaque, per_row
+from .route import held, once
 
 
 class Slices:
@@ -42,9 +42,9 @@ class Slices:
             self._look(logits, look)
         if n >= FEW and self.gradient and self._in_ring(logits, first):
             return
-        g = logits if self.gradient else None
+        g = () if self.alone else (logits if self.gradient else None,)  # not kept: slices' memory is let go
         with on(logits):
-            self.launch(n, logits, g, *self.tensors, first, *self.scalars)
+            self.launch(n, logits, *g, *self.tensors, first, *self.scalars)
 
     def in_panels(self, panels: list[Tensor], together: int) -> None:
         """The first rows' logits and their gradient, cut along V: contiguous panels [n, w] of neighbouring classes, of
@@ -70,9 +70,15 @@ class Slices:
         self.most, self.look = n, look
         self.fixed = fixed(
             V, stride, logits.dtype.itemsize, aligned and stride == 1 and step % 16 == 0, self.row_weight is not None,
-            self.classes is not None, smoothing > 0, softcap > 0, self.metrics, self.gradient,
+            self.classes is not None, smoothing > 0, softcap > 0, self.metrics,
         )  # fmt: skip
         weighted, numbers = self.row_weight is not None, numbers_of(self.options)
+        self.alone = self.fixed.held is not None and not self.gradient
+        if self.alone:
+            self.tensors = (self.target, self.row_weight, *self.out)
+            self.scalars = (1, step, 0, V, numbers[0], numbers[2], numbers[-2])
+            self.launch = Again(loss_rows, HAS_ROW_WEIGHT=weighted, **once_constants(logits, once(V, n)))
+            return
         if self.fixed.held is not None:
             self.tensors = (None, self.target, self.row_weight, self.up, *self.out)
             self.scalars = (1, step, 0, step, 0, self.stride_up, V, numbers[0], numbers[2], *numbers[-2:], *WHOLE)
