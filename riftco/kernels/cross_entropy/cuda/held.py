@@ -167,6 +167,16 @@ def _slopes(top, others, u_y, y, V, c, up, z_loss, s):
 
 
 @triton.jit
+def _loss(top, others, u_y, y, V, c, row_weight, z_loss, s):
+    """(the logarithm of the row's sum of exp(s (u - top)), its loss)."""
+    d_y, _, total = pieces.shares(top, others, u_y, y, V, c)
+    log_total = pieces.log_of(total, others)
+    log_p = tl.where(y < V, s * d_y, float("nan")) - log_total
+    lse = s * top + log_total
+    return log_total, (pieces.times(z_loss, lse * lse) - log_p) * row_weight
+
+
+@triton.jit
 def _far_sum(row, pairs, y, top, c, o, SPAN: tl.constexpr, lay, CHUNKS: tl.constexpr, HALF: tl.constexpr):
     s = tl.zeros([o.shape[0]], tl.float32)
     for i in range(CHUNKS):
@@ -270,11 +280,7 @@ def held_rows(
             others = _far_sum(row, pairs, at_y, top, c, o, SPAN, lay, CHUNKS, HALF)
             k, hot = _slopes(top, others, u_y, y, V, c, up, z_loss, s)
             _far_gradient(row, g_row, pairs, at_y, top, k, hot, c, o, SPAN, lay, CHUNKS, HALF)
-        d_y, _, total = pieces.shares(top, others, u_y, y, V, c)
-        log_total = pieces.log_of(total, others)
-        log_p = tl.where(y < V, s * d_y, float("nan")) - log_total
-        lse = s * top + log_total
-        loss = (pieces.times(z_loss, lse * lse) - log_p) * row_weight
+        log_total, loss = _loss(top, others, u_y, y, V, c, row_weight, z_loss, s)
     else:
         if EARLY:
             tl.extra.cuda.gdc_wait()
@@ -326,11 +332,7 @@ def loss_rows(
             others = tl.sum(sums * tl.exp2(t - whole - tl.fma(top, c, -whole)), 0)
         else:
             others = _far_sum(row, pairs, at_y, top, c, o, 0, lay, CHUNKS, HALF)
-        d_y, _, total = pieces.shares(top, others, u_y, y, V, c)
-        log_total = pieces.log_of(total, others)
-        log_p = tl.where(y < V, s * d_y, float("nan")) - log_total
-        lse = s * top + log_total
-        loss = (pieces.times(z_loss, lse * lse) - log_p) * row_weight
+        log_total, loss = _loss(top, others, u_y, y, V, c, row_weight, z_loss, s)
     tl.store(loss_ptr + row_of_all, loss)
     tl.store(top_ptr + row_of_all, top)
     tl.store(log_total_ptr + row_of_all, log_total)
