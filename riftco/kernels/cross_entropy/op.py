@@ -285,7 +285,7 @@ def cross_entropy(
         loss, *out = SummedLoss.apply(*tensors, divisor, options, return_metrics, inplace)
         return (loss, metrics_of(out, target, options)) if return_metrics else loss
     over: Any = None
-    if reduction == "mean" and denominator is None and class_weight is None and not _traced():
+    if reduction == "mean" and denominator is None and class_weight is None and _fused(logits):
         over = labelled(target, ignore_index)[0].to(_acc(logits))  # one launch
     elif reduction == "mean":
         over = denominator_of(target, class_weight, ignore_index, denominator)

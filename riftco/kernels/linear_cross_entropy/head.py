@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._contract import launcher
+from .._contract import launcher, meaning
 from .._matmul import matmul, through_onednn
 from .plan import Filled
 from .problem import Problem
@@ -167,7 +167,8 @@ def scale_(g: Tensor, factor: Tensor | float) -> None:
     """g *= factor, the product in float32: a GPU would round a tensor of no dimensions to g's dtype, 2 ** 16 of a
     float16 gradient to infinity."""
     if isinstance(factor, Tensor):
-        launcher("linear_cross_entropy_scale_", g)(g, factor)
+        found = meaning if g.device.type == "xla" else launcher  # XLA has none of its own
+        found("linear_cross_entropy_scale_", g)(g, factor)
     else:
         g.mul_(factor)
 
