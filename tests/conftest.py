@@ -48,7 +48,7 @@ def pytest_terminal_summary(terminalreporter):
         for key, value in report.user_properties:
             if key == "device":
                 ran[value] += 1
-    terminalreporter.section("cases per device")
+    terminalreporter.section("conformance cases per device")
     for device in support.DEVICES:
         reason = "" if device.available else f"  (not run: {device.why_not})"
         terminalreporter.line(f"{device.name:14s} {ran[device.name]:5d}{reason}")

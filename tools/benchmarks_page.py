@@ -113,15 +113,18 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 def of_ops(rows: list[dict[str, str]]) -> str:
     """A row a case and pass, a column a competitor: ms, and beside riftco's the rate and the peak."""
     peers = list(dict.fromkeys(r["peer"] for r in rows))
-    cases = dict.fromkeys((r["op"], r["case"], r["shape"], r["pass"]) for r in rows)
-    found = {(r["op"], r["case"], r["shape"], r["pass"], r["peer"]): r for r in rows}
+    key = ("op", "case", "shape", "pass", "commit")  # what was measured at two commits is two rows
+    found = {(*(r[k] for k in key), r["peer"]): r for r in rows}
+    many = len({r["commit"] for r in rows}) > 1
     lines = []
-    for op, case, shape, passed in cases:
-        ours = found.get((op, case, shape, passed, "riftco"), {})
+    for case in dict.fromkeys(tuple(r[k] for k in key) for r in rows):
+        ours = found.get((*case, "riftco"), {})
         rates = [number(ours.get(rate, "")) for rate in ("tflop_s", "gb_s")]
-        cells = [cell(found.get((op, case, shape, passed, peer))) for peer in peers]
-        lines.append([f"{case}, {shape}", passed, *cells, *rates])
-    return table(["case", "pass", *(f"{peer}, ms" for peer in peers), "riftco's TFLOP/s", "GB/s"], lines)
+        cells = [cell(found.get((*case, peer))) for peer in peers]
+        _, name, shape, passed, commit = case
+        lines.append([f"{name}, {shape}", passed, *cells, *rates, *[commit] * many])
+    head = ["case", "pass", *(f"{peer}, ms" for peer in peers), "riftco's TFLOP/s", "GB/s", *["commit"] * many]
+    return table(head, lines)
 
 
 def cell(row: dict[str, str] | None) -> str:

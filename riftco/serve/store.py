@@ -86,11 +86,14 @@ class Store:
 
     Raises:
         CheckpointError: the folder belongs to another base model, or to another owner.
+        NotADirectoryError: it is a file.
     """
 
     def __init__(self, train_dir: str | os.PathLike[str], base_digest: str, base: str = ""):
         self.folder, self.base = pathlib.Path(train_dir), base
         self._writer = ThreadPoolExecutor(1, "riftco-store")
+        if self.folder.is_file():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(self.folder))
         self.folder.mkdir(parents=True, exist_ok=True)
         self._own()
         known = self.folder / "base.json"

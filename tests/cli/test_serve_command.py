@@ -1,6 +1,7 @@
 """What `riftco serve` makes of its flags, and what it refuses before it loads anything."""
 
 import shutil
+import socket
 
 import pytest
 import torch
@@ -32,6 +33,22 @@ def test_refusals(riftco, why):
     assert why in said.stderr
 
 
+def _free_port():
+    with socket.create_server(("127.0.0.1", 0)) as any_port:
+        return any_port.getsockname()[1]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_port_in_use_is_refused_before_anything_is_loaded_or_made(riftco, tmp_path, host):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        where = ["--host", host, "--port", str(port), "--train-dir", tmp_path / "mine"]
+        said = riftco("serve", "--model", "absent", *where, code=2)
+    assert f"--port {port} is in use on {host}" in said.stderr
+    assert not (tmp_path / "mine").exists()
+    assert "absent" in riftco("serve", "--model", "absent", *where, code=2).stderr  # free again: the model is missing
+
+
 @pytest.fixture
 def started(riftco, model, monkeypatch):
     """Start the command up to its first request: what it made, by name."""
@@ -41,7 +58,9 @@ def started(riftco, model, monkeypatch):
         seen = {}
         monkeypatch.setattr(run, "create_app", lambda service, **options: seen.update(options, service=service))
         monkeypatch.setattr(run.uvicorn, "run", lambda app, **options: seen.update(options))
-        done = riftco("serve", "--model", model, "--window", "64", "--cache", "float16", *flags)
+        done = riftco(
+            "serve", "--model", model, "--window", "64", "--cache", "float16", "--port", str(_free_port()), *flags
+        )
         return {**seen, "said": done.stderr}
 
     return start

@@ -13,6 +13,12 @@ from riftco.serve import Store
 from riftco.train.checkpoint import CheckpointError
 
 
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "notes.md").write_text("mine")
+    with pytest.raises(NotADirectoryError, match=r"notes\.md"):
+        Store(tmp_path / "notes.md", "digest")
+
+
 def test_a_folder_in_use_is_refused(tmp_path):
     made = start(tmp_path)
     with pytest.raises(CheckpointError, match="is in use by another server"):

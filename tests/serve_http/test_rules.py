@@ -72,7 +72,17 @@ def test_bad_requests_are_400_in_the_dialects_shape(client, path):
 def test_what_is_not_there_and_what_is_no_json(client):
     assert error(client.get("/nothing"), 404)["type"] == "not_found_error"
     assert error(client.get("/learn"), 405)
-    assert error(client.post("/v1/chat/completions", content=b"{", headers={"content-type": "application/json"}), 400)
+    broken = client.post("/v1/chat/completions", content=b'{"a": 1,}', headers={"content-type": "application/json"})
+    said = error(broken, 400)
+    assert said["message"].startswith("body: not JSON at character 8: ") and said["param"] is None
+
+
+def test_fields_that_are_not_read_are_named_in_the_log(client, caplog):
+    asked = {**CHAT, "max_tokens": 1, "temprature": 0}
+    assert [client.post("/v1/chat/completions", json=asked).status_code for _ in range(2)] == [200, 200]
+    assert [r.message for r in caplog.records if "temprature" in r.message] == [
+        "ChatRequest: field 'temprature' is not read"
+    ]
 
 
 def test_learning_behind_a_served_conversation(client):

@@ -72,7 +72,9 @@ def create_app(
         first = why.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if part != "body")
         what = first["msg"].removeprefix("Value error, ")  # pydantic's words before ours
-        if not where and "json" not in request.headers.get("content-type", ""):
+        if first["type"] == "json_invalid":  # its place is a position in the text, and no field
+            where, what = "", f"not JSON at character {first['loc'][-1]}: {first['ctx']['error']}"
+        elif not where and "json" not in request.headers.get("content-type", ""):
             what = "send JSON, with the header content-type: application/json"
         return answer(request, ApiError(400, f"{where or 'body'}: {what}", param=where or None))
 

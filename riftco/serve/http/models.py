@@ -1,7 +1,10 @@
-"""What requests may hold. Fields that riftco does not know are let through where clients send them anyway."""
+"""What requests may hold. Fields that riftco does not know are let through where clients send them anyway, and named
+in the log."""
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -9,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from ..sampling import Sampling
 from .errors import ApiError
 
+log = logging.getLogger(__name__)
 MOST_CHOICES = 128  # of a request, as OpenAI has it
 
 
@@ -35,8 +39,20 @@ class Words(BaseModel):
         return given
 
 
+@functools.lru_cache(256)
+def _tell_unread(kind: str, name: str) -> None:
+    """Once a field, so that a misspelt one is found; clients send many that change nothing here."""
+    log.warning("%s: field %r is not read", kind, name)
+
+
 class Body(Words):
     model_config = ConfigDict(extra="allow", strict=False)
+
+    @model_validator(mode="after")
+    def unread(self) -> Body:
+        for name in self.model_extra or ():
+            _tell_unread(type(self).__name__, name[:64])
+        return self
 
 
 class LoraUse(Words):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import pathlib
+import socket
 import ssl
 import sys
 from collections.abc import Mapping, Sequence
@@ -39,6 +42,7 @@ def serve_forever(
     """
     keys = Keys(api_key, admin_key)
     check_bind(host, keys, insecure)
+    check_free(host, port)
     loaded, held = load_to_serve(model, weights=weights_for(tuned, weights), device=device)
     digest = base_digest(model) if train_dir or slot_save_path else ""
     store = None if train_dir is None else Store(train_dir, digest, model)
@@ -75,6 +79,26 @@ def serve_forever(
         f"{engine.window} tokens", file=sys.stderr, flush=True,
     )  # fmt: skip
     uvicorn.run(app, host=host, port=port, log_level="info", timeout_graceful_shutdown=10, **(tls or {}))
+
+
+def check_free(host: str, port: int) -> None:
+    """Refuse an address that is taken before a model is loaded and a folder made; uvicorn binds it after that.
+
+    Raises:
+        ValueError: something listens there already, or this user may not.
+    """
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as asked:
+            asked.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as uvicorn's: a port just left is free
+            if family == socket.AF_INET6:
+                asked.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            try:
+                asked.bind(address)
+            except OSError as why:
+                if why.errno == errno.EADDRINUSE:
+                    raise ValueError(f"--port {port} is in use on {host}; stop what listens, or name another") from None
+                if why.errno == errno.EACCES:
+                    raise ValueError(f"--port {port} is not this user's to listen on; name one above 1023") from None
 
 
 def tls_options(
