@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -44,20 +45,34 @@ class Again:
 
     def __init__(self, kernel: Any, **constants: Any):
         self.kernel, self.constants = kernel, constants
-        self.compiled: Any = None
         self.behind: list[Any] = []
-        self.run: Any = None  # the launch of self.grid programs
-        self.grid = -1
+        self.compiled: Any = None  # set last, as another thread may look
+        self.made: tuple[int, Any] = (-1, None)  # of how many programs, the launch
 
     def __call__(self, grid: int, *args: Any) -> None:
         if self.compiled is None:
-            self.compiled = self.kernel[(grid,)](*args, **self.constants)
-            if self.compiled is not None:  # the interpreter compiles nothing
+            compiled = self.kernel[(grid,)](*args, **self.constants)
+            if compiled is not None:  # the interpreter compiles nothing
                 self.behind = [self.constants[name] for name in self.kernel.arg_names[len(args) :]]
+                self.compiled = compiled
             return
-        if grid != self.grid:
-            self.grid, self.run = grid, self.compiled[grid, 1, 1]
-        self.run(*args, *self.behind)
+        made = self.made
+        if grid != made[0]:
+            made = self.made = (grid, self.compiled[grid, 1, 1])
+        made[1](*args, *self.behind)
+
+    def places(self, tensors: Iterable[Tensor | None], first: int) -> list[Any]:
+        """Arguments of a next launch that begin at element `first` of the tensors, whose elements lie side by side:
+        addresses, where Triton has looked; making a view costs the host as much as a quarter of a launch."""
+        if self.compiled is None:
+            return [t if t is None or not first else t[first:] for t in tensors]
+        return [None if t is None else t.data_ptr() + first * t.element_size() for t in tensors]
+
+
+def ordinary(tensors: Iterable[Tensor | None], numbers: Iterable[int]) -> bool:
+    """Whether Triton makes no other kernel for where these begin, at multiples of 16 bytes, and for numbers that it is
+    told not to specialise, of 32 bits."""
+    return all(t is None or t.data_ptr() % 16 == 0 for t in tensors) and all(-(2**31) <= n < 2**31 for n in numbers)
 
 
 def as_rows(t: Tensor) -> tuple[Tensor, int, int, int]:

@@ -26,7 +26,8 @@ VOCABULARIES = (49216, 57344, 65536, 102400, 128256, 151936, 152064, 201088, 256
 
 # ------------------------------------------------------------------------------------------------ routes
 def test_the_ring_is_for_long_plain_rows_on_hopper():
-    assert route(8192, 57344, BF, (9, 0)).name == "ring"
+    for N, V in ((1024, 57344), (512, 128256), (512, 256000)):
+        assert route(N, V, BF, (9, 0)).name == "ring"
     for N, V, dtype, capability, aligned, options, why in (
         (8192, 57344, BF, (8, 0), True, (), "capability"),
         (8192, 57344, BF, (10, 0), True, (), "capability"),
@@ -34,7 +35,8 @@ def test_the_ring_is_for_long_plain_rows_on_hopper():
         (8192, 57344, torch.float32, (9, 0), True, (), "16 bits"),
         (8192, 50257, BF, (9, 0), True, (), "multiple"),
         (8192, 49152, BF, (9, 0), True, (), "faster"),
-        (5, 57344, BF, (9, 0), True, (), "fewer"),
+        (1023, 57344, BF, (9, 0), True, (), "fewer than 1024"),
+        (511, 128256, BF, (9, 0), True, (), "fewer than 512"),
         (8192, 57344, BF, (9, 0), False, (), "16 bytes"),
         (8192, 1 << 24, BF, (9, 0), True, (), "more"),
         (8192, 57344, BF, (9, 0), True, ("softcap", "metrics"), "metrics, softcap"),
@@ -306,9 +308,31 @@ class TestOnHopper:
         _check(longer[:, :-1], _labels(4 * 79, V).view(4, 79), inplace=True)
         assert torch.equal(longer[:, -1], last)
 
+    @pytest.mark.parametrize("weighted", [False, True])
+    @pytest.mark.parametrize("aligned", [False, True])
+    def test_slices_that_begin_anywhere(self, weighted, aligned):
+        """Later launches go round Triton's look at their arguments; the bits are those of all rows at once."""
+        from riftco.kernels.cross_entropy.cuda import Slices
+
+        V, sizes = 65600, (512, 512, 516, 600, 12) if aligned else (512, 513, 600, 515, 12)
+        N = sum(sizes)
+        x, y, up = _logits(N, V), _labels(N, V), torch.rand(N, device="cuda") - 0.3
+        weight = torch.rand(N, device="cuda") if weighted else None
+        want = _run(x, y, weight, up, 1e-4, 0.5)
+        for _ in range(2):
+            z, out = x.clone(), [torch.full((N,), 7.0, device="cuda") for _ in range(3)]
+            each, first = Slices(y, weight, None, up, (NO_LABEL, 0.0, 1e-4, 0.0, 0.5), False, True, out), 0
+            for n in sizes:
+                each(z[first : first + n], first)
+                first += n
+            ringed = first - sizes[-1]  # the last few rows go another way
+            for a, b in zip((*out, z), want, strict=True):
+                assert torch.equal(a[:ringed].nan_to_num(), b[:ringed].nan_to_num())
+                torch.testing.assert_close(a.float(), b.float(), rtol=2**-7, atol=1e-6, equal_nan=True)
+
     @pytest.mark.parametrize("inplace", [False, True])
     def test_through_the_public_function(self, inplace):
-        N = room.FEW
+        N = 1024
         x, y = _logits(N, 57344), _labels(N, 57344).clamp(max=57343)
         a, b = x.clone().requires_grad_(), x.double().requires_grad_()
         logits = 1 * a  # no leaf, which may not be written over

@@ -7,7 +7,7 @@ import support
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from riftco.kernels._launch import Again
+from riftco.kernels._launch import Again, ordinary
 from riftco.kernels.cross_entropy import spec
 from riftco.kernels.linear_cross_entropy import cpu as sliced_cpu
 from riftco.kernels.linear_cross_entropy import slices as sliced
@@ -161,21 +161,26 @@ def test_slices_of_many_rows_take_the_ring(monkeypatch, weighted):
     pytest.importorskip("triton")
     from riftco.kernels.cross_entropy.cuda import hopper
     from riftco.kernels.cross_entropy.cuda import slices as module
-    from riftco.kernels.cross_entropy.route import Route
+    from riftco.kernels.cross_entropy.route import Ring, Route
 
-    device, ring, calls = next(d for d in support.DEVICES if d.name == "cpu-triton"), object(), []
+    device, ring, calls = (
+        next(d for d in support.DEVICES if d.name == "cpu-triton"),
+        Ring(4, 4, 96, 64, 13, 2, 2, 8),
+        [],
+    )
     if not device.available:
         pytest.skip(device.why_not)
 
-    def ringed(x, strides, g, g_strides, target, row_weight, up, stride_up, out, ignore, z_loss, scale, given):
+    def ringed(x, strides, g, g_strides, target, row_weight, up, stride_up, out, ignore, z_loss, scale, given, first):
         assert given is ring and g is x and strides == (len(x), 0, x.stride(0)) and g_strides == strides[1:]
         assert (row_weight is not None) == weighted and stride_up == 1
-        results = spec.forward_backward_(x, target, row_weight, None, up, ignore, 0.0, z_loss, 0.0, scale, False)
-        for mine, value in zip(out, results):
-            mine.copy_(value)
+        here = slice(first, first + len(x))
+        mine = None if row_weight is None else row_weight[here]
+        results = spec.forward_backward_(x, target[here], mine, None, up[here], ignore, 0.0, z_loss, 0.0, scale, False)
+        for whole, value in zip(out, results):
+            whole[here] = value
         calls.append(len(x))
 
-    monkeypatch.setattr(module, "FEW", 8)
     monkeypatch.setattr(module, "of_call", lambda x, N, strides, options: Route("ring", "", ring))
     monkeypatch.setattr(hopper, "forward_backward", ringed)
     z, y, up = torch.randn(20, 64), torch.randint(0, 64, (20,)), torch.rand(20)
@@ -217,6 +222,27 @@ def test_rows_past_32_bits_are_looked_at_again(monkeypatch):
     for first in (0, 4, 2**31 - 1, 2**31, 2**31 + 4):
         each(torch.empty(4, 32), first)
     assert len(looked) == 2
+
+
+def test_again_takes_places_as_addresses_once_triton_has_looked():
+    class Kernel:
+        arg_names = ("a", "b", "c")
+
+        def __getitem__(self, grid):
+            return lambda *args: {(1, 1, 1): lambda *args: None}
+
+    launch, t = Again(Kernel()), torch.arange(6, dtype=torch.int16)
+    view, nothing = launch.places([t, None], 2)
+    assert view.tolist() == [2, 3, 4, 5] and nothing is None
+    assert launch.places([t], 0)[0] is t
+    launch(1, t, None, t)
+    assert launch.places([t, None], 2) == [t.data_ptr() + 4, None]
+
+
+def test_what_triton_makes_another_kernel_for():
+    t = torch.empty(64)
+    assert ordinary([t, None, t[4:]], [0, -1, 2**31 - 1])
+    assert not ordinary([t, t[1:]], []) and not ordinary([t], [2**31])
 
 
 def test_again_takes_constants_in_order():

@@ -48,6 +48,8 @@ BENCH = (
     Case("Llama 3", dict(B=4, T=2048, V=128256)),
     Case("Qwen 2.5", dict(B=2, T=2048, V=151936)),
     Case("Gemma 3", dict(B=2, T=2048, V=262144)),
+    Case("Llama 3, one sequence", dict(B=1, T=1024, V=128256)),
+    Case("Gemma 3, one sequence", dict(B=1, T=1024, V=262144)),
 )
 
 

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 LINE = 64  # logits in a line of the ring, 128 bytes
-LEAST, FEW = 49153, 4096  # fewer classes: a program a row is faster; fewer rows have not been measured
+LEAST = 49153  # fewer classes: a program a row is faster
 
 
 class Ring(NamedTuple):
     """How cuda/hopper.py runs: warps that sum and that write, registers of a summing thread, lines of a slot, slots,
-    programs that divide a row among them, programs of a multiprocessor.
+    programs that divide a row among them, programs of a multiprocessor; fewer than `least` rows go another way.
     """
 
     summing: int
@@ -22,6 +22,7 @@ class Ring(NamedTuple):
     slots: int
     parts: int
     programs: int
+    least: int = 1
 
 
 class Route(NamedTuple):
@@ -30,12 +31,12 @@ class Route(NamedTuple):
     ring: Ring | None = None
 
 
-# classes up to which a row gets a ring; measured on an H200 at 57344 and 65536; 128256 and 151936; 262144. A part fills
-# at most 20 of the 26 slots, so that the next row is on its way while this one is written
+# classes up to which a row gets a ring; measured on an H200 at 57344 and 65536; 128256 and 151936; 262144, 128 to 8192
+# rows of them. A part fills at most 20 of the 26 slots, so that the next row is on its way while this one is written
 RINGS = (
-    (65536, Ring(4, 4, 96, 64, 13, 2, 2)),
-    (163840, Ring(8, 8, 96, 64, 26, 2, 1)),
-    (327680, Ring(8, 8, 96, 64, 26, 4, 1)),
+    (65536, Ring(4, 4, 96, 64, 13, 2, 2, least=1024)),
+    (163840, Ring(8, 8, 96, 64, 26, 2, 1, least=512)),
+    (327680, Ring(8, 8, 96, 64, 26, 4, 1, least=512)),
 )
 
 
@@ -55,6 +56,7 @@ def route(
         options: names of the options in use, of those that cost the ring's kernel registers: metrics, softcap,
             smoothing, weight.
     """
+    ring = next((ring for most, ring in RINGS if most >= V), RINGS[-1][1])
     reasons = (
         (capability is None, "what any GPU would run, as none is here"),
         (capability != (9, 0), f"capability is {capability}"),
@@ -62,14 +64,13 @@ def route(
         (V % LINE != 0, f"{V} classes are no multiple of {LINE}"),
         (RINGS[-1][0] < V, f"{V} classes are more than {RINGS[-1][0]}"),
         (V < LEAST, f"a program a row is faster at {V} classes, fewer than {LEAST}"),
-        (N < FEW, f"{N} rows are fewer than {FEW}"),
+        (ring.least > N, f"a program a row is faster for {N} rows, fewer than {ring.least}"),
         (not aligned, "rows do not begin at multiples of 16 bytes, or not one behind the other"),
         (bool(options), f"not with {', '.join(sorted(options))}"),
     )
     refused = next((text for held, text in reasons if held), "")
     if refused:
         return Route("rows", refused)
-    ring = next(ring for most, ring in RINGS if most >= V)
     return Route("ring", f"capability 9.0, {dtype}, {V} classes", ring)
 
 

@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..._launch import cdiv, on
+from ..._launch import Again, cdiv, on, ordinary
 from ..route import LINE as _LINE
 from ..route import Ring
 from . import pieces
@@ -346,16 +346,32 @@ def _shared_layout() -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 
 
+def _launch(ring: Ring, up: bool, weighted: bool, *_: torch.dtype | torch.device | None) -> Again:
+    warps = ring.summing + ring.writing + 4
+    return Again(
+        ring_rows, HAS_UP=up, HAS_ROW_WEIGHT=weighted, PARTS=ring.parts, S=ring.slots, SUMMING=ring.summing,
+        WRITING=ring.writing, REGISTERS=ring.registers, num_warps=ring.writing,
+        maxnreg=None if ring.programs == 1 else 65536 // (32 * warps * ring.programs) // 8 * 8,
+        launch_cooperative_grid=ring.parts > 1,
+    )  # fmt: skip
+
+
+# of calls that look alike to Triton: equal arguments here, and addresses that are multiples of 16 bytes
+_kept = functools.lru_cache(64)(_launch)
+
+
 def forward_backward(
     x: Tensor, strides: tuple[int, int, int], g: Tensor, g_strides: tuple[int, int], target: Tensor,
     row_weight: Tensor | None, up: Tensor | None, stride_up: int, out: list[Tensor], ignore_index: int, z_loss: float,
-    scale: float, ring: Ring,
+    scale: float, ring: Ring, first: int = 0,
 ) -> None:  # fmt: skip
     """Loss, top and log_total into `out` and the gradient into g, for calls that route.py gave a Ring.
 
     strides: inner, outer stride, inner stride of the rows of x (`as_rows`); g_strides: the last two, of g.
+    first: which row of target, row_weight, up and out is x's first.
     """
-    V, N = x.shape[-1], target.numel()
+    V = x.shape[-1]
+    N = x.numel() // V
     inner, outer, step = strides
     lines = V // LINE.value
     apart = [outer if inner < N else V, step if inner > 1 else V, LINE.value, 1]
@@ -363,14 +379,20 @@ def forward_backward(
         x, [N // inner, inner, lines, LINE.value], apart, [1, 1, ring.lines, LINE.value], _shared_layout()
     )
     programs = min(N, _multiprocessors(x.device) * ring.programs // ring.parts) * ring.parts
-    warps = ring.summing + ring.writing + 4
     notes = torch.zeros(N * ring.parts, dtype=torch.int64, device=x.device)
+    numbers = (inner, outer, step, *g_strides, stride_up, N, lines, cdiv(lines, ring.lines), ignore_index)
+    per_row = [target, row_weight, *out]
+    usual = first % 4 == 0 and ordinary([g, up, *per_row], numbers)
+    launch = (_kept if usual else _launch)(
+        ring,
+        up is not None,
+        row_weight is not None,
+        x.device,
+        *(None if t is None else t.dtype for t in (x, up, *per_row)),
+    )
+    (up_at,) = launch.places([up], first * stride_up)
+    target_at, weight_at, *out_at = launch.places(per_row, first)
     with on(x):
-        ring_rows[(programs,)](
-            desc, x, g, target, row_weight, up, notes, *out, inner, outer, step, *g_strides, stride_up, N, lines,
-            cdiv(lines, ring.lines), ignore_index, z_loss, scale, scale, HAS_UP=up is not None,
-            HAS_ROW_WEIGHT=row_weight is not None, PARTS=ring.parts, S=ring.slots, SUMMING=ring.summing,
-            WRITING=ring.writing, REGISTERS=ring.registers, num_warps=ring.writing,
-            maxnreg=None if ring.programs == 1 else 65536 // (32 * warps * ring.programs) // 8 * 8,
-            launch_cooperative_grid=ring.parts > 1,
+        launch(
+            programs, desc, x, g, target_at, weight_at, up_at, notes, *out_at, *numbers, z_loss, scale, scale,
         )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..._launch import Again, on
-from ..route import FEW, of_call
+from ..route import of_call
 from . import rows as kernels
 from .held import held_rows, loss_rows
 from .launch import LARGEST_INT, WHOLE, fixed, held_constants, numbers_of, once_constants, opaque, per_row
@@ -40,7 +40,13 @@ class Slices:
         look = (step if n > 1 else 0, stride if V > 1 else 1, logits.data_ptr() % 16 == 0, first > LARGEST_INT)
         if n > self.most or look != self.look:
             self._look(logits, look)
-        if n >= FEW and self.gradient and self._in_ring(logits, first):
+        if self.ring is not None and n >= self.ring.least:
+            from . import hopper
+
+            hopper.forward_backward(
+                logits, (n, 0, step), logits, (0, step), self.target, self.row_weight, self.up, self.stride_up,
+                self.out, self.options[0], self.options[2], self.options[4], self.ring, first,
+            )  # fmt: skip
             return
         g = () if self.alone else (logits if self.gradient else None,)  # not kept: slices' memory is let go
         with on(logits):
@@ -72,6 +78,7 @@ class Slices:
             V, stride, logits.dtype.itemsize, aligned and stride == 1 and step % 16 == 0, self.row_weight is not None,
             self.classes is not None, smoothing > 0, softcap > 0, self.metrics,
         )  # fmt: skip
+        self.ring = of_call(logits, n, (n, 0, step), self.fixed.in_use).ring if self.gradient else None
         weighted, numbers = self.row_weight is not None, numbers_of(self.options)
         self.alone = self.fixed.held is not None and not self.gradient
         if self.alone:
@@ -96,19 +103,3 @@ class Slices:
             kernels.forward_rows, GRAD=self.gradient, HAS_UP=self.up is not None, METRICS=self.metrics,
             OPAQUE=opaque(logits), KEEP=self.fixed.keep, **self.fixed.constants,
         )  # fmt: skip
-
-    def _in_ring(self, logits: Tensor, first: int) -> bool:
-        n, step = logits.shape[0], self.look[0]
-        ring = of_call(logits, n, (n, 0, step), self.fixed.in_use).ring
-        if ring is None:
-            return False
-        from . import hopper
-
-        here = slice(first, first + n)
-        hopper.forward_backward(
-            logits, (n, 0, step), logits, (0, step), self.target[here],
-            None if self.row_weight is None else self.row_weight[here],
-            None if self.up is None else self.up[here], self.stride_up, [t[here] for t in self.out],
-            self.options[0], self.options[2], self.options[4], ring,
-        )  # fmt: skip
-        return True
