@@ -1,4 +1,5 @@
-"""Compiles cross-entropy's ring for a Hopper GPU that need not be there: `python compile_ring.py <V> <dtype>`.
+"""Compiles cross-entropy's ring for a Hopper GPU that need not be there: `python compile_ring.py <V> <dtype>
+[panels]`.
 
 Prints shared memory, programs of a multiprocessor, bytes spilled, and the order in which the writing warps load a slot,
 store the gradient and free the slot.
@@ -23,10 +24,13 @@ if __name__ == "__main__":
     assert ring is not None
     hopper._multiprocessors = lambda device: 132
     x, y, rows = torch.empty(300, V, dtype=dtype), torch.zeros(300, dtype=torch.int64), [torch.empty(300)] * 3
+    of_rows = hopper.Rows(y, rows[0], torch.ones(()), 0, rows, (-100, 0.0, 1.0))
     with recorded() as launches:
-        hopper.forward_backward(
-            x, (300, 0, V), x.clone(), (0, V), y, rows[0], torch.ones(()), 0, rows, -100, 0.0, 1.0, ring
-        )
+        if "panels" in sys.argv:
+            panels = [torch.empty(300, min(8192, V - lo), dtype=dtype) for lo in range(0, V, 8192)]
+            hopper.in_panels(panels, 3, of_rows, ring)
+        else:
+            hopper.forward_backward(x, (300, 0, V), x.clone(), (0, V), of_rows, ring)
     ((kernel, arguments, options),) = launches
     shared, said, sass = assembled(kernel, arguments, options)
     code = re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(.*?)\s*;", sass)

@@ -172,16 +172,24 @@ def test_a_ring_that_does_not_hold_a_row_would_wait_for_ever():
 
 # ------------------------------------------------------------------------------------------------ compiling
 @pytest.mark.parametrize(
-    "V,dtype", [(57344, "bfloat16"), (128256, "bfloat16"), (262144, "bfloat16"), (57344, "float16")]
+    "V,dtype,more",
+    [
+        (57344, "bfloat16", ()),
+        (128256, "bfloat16", ()),
+        (262144, "bfloat16", ()),
+        (57344, "float16", ()),
+        (128256, "bfloat16", ("panels",)),
+        (256000, "float16", ("panels",)),
+    ],
 )
-def test_compiles_for_hopper(V, dtype):
+def test_compiles_for_hopper(V, dtype, more):
     """Nothing spills, the ring fits, and a slot is freed behind the stores of what was read from it: a load from
     shared memory may still be on its way where a barrier is passed, and a bulk copy would overtake it.
     """
     pytest.importorskip("triton.experimental.gluon")
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent), env.get("PYTHONPATH", "")])
-    command = [sys.executable, str(TESTS / "compile_ring.py"), str(V), dtype]
+    command = [sys.executable, str(TESTS / "compile_ring.py"), str(V), dtype, *more]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     shared, programs, spilled, order = done.stdout.split()
@@ -216,9 +224,8 @@ def _run(x, y, row_weight=None, up=None, z_loss=0.0, scale=1.0, inplace=False, r
     g = x if inplace else torch.full(x.shape, torch.nan, dtype=x.dtype, device="cuda")
     g_strides = strides[1:] if inplace else (strides[0] * x.shape[-1], x.shape[-1])
     stride_up = 0 if up is None or up.dim() == 0 else 1
-    kernels.forward_backward(
-        x, tuple(strides), g, tuple(g_strides), y, row_weight, up, stride_up, out, NO_LABEL, z_loss, scale, ring
-    )
+    rows = kernels.Rows(y, row_weight, up, stride_up, out, (NO_LABEL, z_loss, scale))
+    kernels.forward_backward(x, tuple(strides), g, tuple(g_strides), rows, ring)
     return *out, g
 
 
@@ -329,6 +336,38 @@ class TestOnHopper:
             for a, b in zip((*out, z), want, strict=True):
                 assert torch.equal(a[:ringed].nan_to_num(), b[:ringed].nan_to_num())
                 torch.testing.assert_close(a.float(), b.float(), rtol=2**-7, atol=1e-6, equal_nan=True)
+
+    @pytest.mark.parametrize(
+        "V,span,together",
+        [(128256, 8192, 3), (128256, 24576, 6), (128256, 65536, 1), (131072, 8192, 15), (256000, 24576, 1)],
+    )
+    @pytest.mark.parametrize("N", [7, 600])
+    def test_rows_in_panels(self, N, V, span, together):
+        """The bits of whole rows, wherever panels lie; what lies between their two places is let alone."""
+        from riftco.kernels.cross_entropy.cuda import Slices
+
+        x, y, up = _logits(N, V), _labels(N, V), torch.rand(N, device="cuda") - 0.3
+        y[-3:] = torch.tensor([span - 1, span, V // span * span - 1], device="cuda")
+        weight = torch.rand(N, device="cuda")
+        weight[-4] = 0
+        want = _run(x, y, weight, up, 1e-4, 0.5)
+        widths = [min(span, V - lo) for lo in range(0, V, span)]
+        gap = 1 << 12
+        memory = torch.full((N * V + gap,), 5.0, dtype=BF, device="cuda")
+        begins = [N * lo + (gap if i >= together else 0) for i, lo in enumerate(range(0, V, span))]
+        panels = [memory[b : b + N * w].view(N, w) for b, w in zip(begins, widths)]
+        for panel, part in zip(panels, x.split(span, 1)):
+            panel.copy_(part)
+        out = [torch.full((N,), 7.0, device="cuda") for _ in range(3)]
+        each = Slices(y, weight, None, up, (NO_LABEL, 0.0, 1e-4, 0.0, 0.5), False, True, out)
+        assert (room.of_panels(panels[0], V) is not None) == (N >= 512)
+        each.in_panels(panels, together)
+        for a, b in zip((*out, torch.cat(panels, 1)), want, strict=True):
+            if N >= 512:
+                assert torch.equal(a.nan_to_num(), b.nan_to_num())
+            torch.testing.assert_close(a.float(), b.float(), rtol=2**-7, atol=1e-6, equal_nan=True)
+        if together < len(panels):
+            assert bool((memory[begins[together] - gap : begins[together]] == 5.0).all())
 
     @pytest.mark.parametrize("inplace", [False, True])
     def test_through_the_public_function(self, inplace):

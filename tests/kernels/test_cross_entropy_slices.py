@@ -171,13 +171,14 @@ def test_slices_of_many_rows_take_the_ring(monkeypatch, weighted):
     if not device.available:
         pytest.skip(device.why_not)
 
-    def ringed(x, strides, g, g_strides, target, row_weight, up, stride_up, out, ignore, z_loss, scale, given, first):
+    def ringed(x, strides, g, g_strides, rows, given):
         assert given is ring and g is x and strides == (len(x), 0, x.stride(0)) and g_strides == strides[1:]
-        assert (row_weight is not None) == weighted and stride_up == 1
-        here = slice(first, first + len(x))
-        mine = None if row_weight is None else row_weight[here]
-        results = spec.forward_backward_(x, target[here], mine, None, up[here], ignore, 0.0, z_loss, 0.0, scale, False)
-        for whole, value in zip(out, results):
+        assert (rows.row_weight is not None) == weighted and rows.stride_up == 1
+        here = slice(rows.first, rows.first + len(x))
+        mine = None if rows.row_weight is None else rows.row_weight[here]
+        ignore, z_loss, scale = rows.options
+        more = (mine, None, rows.up[here], ignore, 0.0, z_loss, 0.0, scale, False)
+        for whole, value in zip(rows.out, spec.forward_backward_(x, rows.target[here], *more)):
             whole[here] = value
         calls.append(len(x))
 

@@ -81,6 +81,15 @@ def of_call(x: Tensor, N: int, strides: tuple[int, int, int], options: frozenset
     return route(N, x.shape[-1], x.dtype, capability_of(x.device), in_bulk(x, N, strides), options)
 
 
+def of_panels(x: Tensor, V: int) -> Ring | None:
+    """For plain rows of V classes in panels like x [N, width], which begin at multiples of 16 bytes. Two programs of a
+    multiprocessor have no registers for where a chunk lies."""
+    if x.device.type != "cuda":
+        return None
+    ring = route(x.shape[0], V, x.dtype, capability_of(x.device)).ring
+    return None if ring is None or ring.programs > 1 or x.shape[1] % (ring.lines * LINE) else ring
+
+
 def in_bulk(x: Tensor, N: int, strides: tuple[int, int, int]) -> bool:
     """Whether rows begin at multiples of 16 bytes and their classes lie side by side; none lies over another, as those
     of an expanded tensor do, which a tensor map need not take."""

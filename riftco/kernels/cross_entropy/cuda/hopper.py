@@ -8,11 +8,15 @@ reduction makes the memory wait.
 A row is divided among PARTS programs (one for a vocabulary that the ring holds): each leaves the numbers of its part,
 and all wait for each other's. A cooperative launch keeps them on the device together. A program never waits for a later
 row than the one it holds whole, so the ring must hold its part of a row.
+
+PANELS: rows are cut along V, as held.py says. Of panels [N, span] the first `together` lie one behind the other, and
+the others behind `elsewhere`; the last may be narrower. Chunks divide span.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,9 +72,19 @@ def _place(chunks, PARTS: gl.constexpr):
 
 
 @gluon.jit
+def _in_panel(base, elsewhere, n, at, V, N, span, together):
+    """Of row n: a pointer that class `at`, and those behind it in its panel, lie so many classes behind."""
+    i = at // span
+    away = i >= together
+    width = gl.minimum(V - i * span, span)
+    offset = (i - gl.where(away, together, 0)).to(gl.int64) * N * span + n * width - i * span
+    return gl.where(away, elsewhere, base) + gl.multiple_of(offset, 8)
+
+
+@gluon.jit
 def _produce(
-    desc, ring, full, empty, target_ptr, row_weight_ptr, inner, N, lines, chunks, ignore_index,
-    HAS_ROW_WEIGHT: gl.constexpr, PARTS: gl.constexpr, S: gl.constexpr,
+    desc, away_desc, last_desc, ring, full, empty, target_ptr, row_weight_ptr, inner, N, lines, chunks, ignore_index,
+    span, together, PANELS: gl.constexpr, HAS_ROW_WEIGHT: gl.constexpr, PARTS: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = desc.block_type.shape[2]
     V = lines * LINE
@@ -86,7 +100,19 @@ def _produce(
             for j in range(first, last):
                 mbarrier.wait(empty.index(slot), phase)
                 mbarrier.expect(full.index(slot), desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(desc, [outer, row, j * ROWS, 0], full.index(slot), ring.index(slot))
+                if PANELS:
+                    i = j * ROWS * LINE // span
+                    at = j * ROWS - i * (span // LINE)
+                    if (i + 1) * span >= V:
+                        tma.async_copy_global_to_shared(last_desc, [0, n, at, 0], full.index(slot), ring.index(slot))
+                    elif i >= together:
+                        tma.async_copy_global_to_shared(
+                            away_desc, [i - together, n, at, 0], full.index(slot), ring.index(slot)
+                        )
+                    else:
+                        tma.async_copy_global_to_shared(desc, [i, n, at, 0], full.index(slot), ring.index(slot))
+                else:
+                    tma.async_copy_global_to_shared(desc, [outer, row, j * ROWS, 0], full.index(slot), ring.index(slot))
                 slot, phase = _next(slot, phase, S)
         live = following
 
@@ -156,8 +182,9 @@ def _noted(note, dt: gl.constexpr):
 
 @gluon.jit
 def _sum_up(
-    ring, full, x_ptr, target_ptr, row_weight_ptr, notes_ptr, inner, x_outer, x_inner, N, lines, chunks, ignore_index,
-    s, HAS_ROW_WEIGHT: gl.constexpr, PARTS: gl.constexpr, S: gl.constexpr, W: gl.constexpr,
+    ring, full, x_ptr, elsewhere_ptr, target_ptr, row_weight_ptr, notes_ptr, inner, x_outer, x_inner, N, lines, chunks,
+    ignore_index, span, together, s, PANELS: gl.constexpr, HAS_ROW_WEIGHT: gl.constexpr, PARTS: gl.constexpr,
+    S: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """The summing warps: a note of each row's part."""
     ROWS: gl.constexpr = ring.shape[3]
@@ -176,7 +203,11 @@ def _sum_up(
         next_y, _w, following = _label(target_ptr, row_weight_ptr, n + step, N, V, ignore_index, HAS_ROW_WEIGHT)
         if live != 0:
             # before the note, which lets the row's other parts be written over
-            x_y = gl.load(x_ptr + (n // inner) * x_outer + (n % inner) * x_inner + y, mask=y >= 0, other=0.0)
+            if PANELS:
+                x_row = _in_panel(x_ptr, elsewhere_ptr, n, gl.maximum(y, 0), V, N, span, together)
+            else:
+                x_row = x_ptr + (n // inner) * x_outer + (n % inner) * x_inner
+            x_y = gl.load(x_row + y, mask=y >= 0, other=0.0)
             m = zero - LARGEST
             total = zero
             for j in range(first, gl.minimum(last, chunks - 1)):
@@ -232,9 +263,10 @@ def _row(notes_ptr, n, c, dt: gl.constexpr, PARTS: gl.constexpr):
 
 @gluon.jit
 def _write(
-    ring, full, empty, g_ptr, target_ptr, row_weight_ptr, up_ptr, notes_ptr, loss_ptr, top_ptr, log_total_ptr,
-    inner, g_outer, g_inner, stride_up, N, lines, chunks, ignore_index, z_loss, s, scale,
-    HAS_UP: gl.constexpr, HAS_ROW_WEIGHT: gl.constexpr, PARTS: gl.constexpr, S: gl.constexpr, W: gl.constexpr,
+    ring, full, empty, g_ptr, elsewhere_ptr, target_ptr, row_weight_ptr, up_ptr, notes_ptr, loss_ptr, top_ptr,
+    log_total_ptr, inner, g_outer, g_inner, stride_up, N, lines, chunks, ignore_index, span, together, z_loss, s, scale,
+    PANELS: gl.constexpr, HAS_UP: gl.constexpr, HAS_ROW_WEIGHT: gl.constexpr, PARTS: gl.constexpr, S: gl.constexpr,
+    W: gl.constexpr,
 ):  # fmt: skip
     """The writing warps: loss and gradient."""
     ROWS: gl.constexpr = ring.shape[3]
@@ -275,18 +307,24 @@ def _write(
             for j in range(first, gl.minimum(last, chunks - 1)):
                 mbarrier.wait(full.index(slot), phase)
                 x = ring.index(slot).reshape((ROWS, LINE)).load(L)
+                if PANELS:
+                    g_row = _in_panel(g_ptr, elsewhere_ptr, n, j * C, V, N, span, together)
                 _gradient(x, j * C, v, V, g_row, top, c, k, y, hot, False)
                 mbarrier.arrive(empty.index(slot), count=1)  # behind the stores: what they hold has left the slot
                 slot, phase = _next(slot, phase, S)
             if (last == chunks) & (first < last):
                 mbarrier.wait(full.index(slot), phase)
                 x = ring.index(slot).reshape((ROWS, LINE)).load(L)
+                if PANELS:
+                    g_row = _in_panel(g_ptr, elsewhere_ptr, n, (chunks - 1) * C, V, N, span, together)
                 _gradient(x, (chunks - 1) * C, v, V, g_row, top, c, k, y, hot, True)
                 mbarrier.arrive(empty.index(slot), count=1)
                 slot, phase = _next(slot, phase, S)
         else:
             for j in range(first, last):
                 at = j * C + v
+                if PANELS:
+                    g_row = _in_panel(g_ptr, elsewhere_ptr, n, j * C, V, N, span, together)
                 gl.store(g_row + at, gl.zeros([ROWS, LINE], dt, L), mask=at < V, cache_modifier=".cs")
         if gl.program_id(0) % PARTS == 0:
             gl.store(loss_ptr + n, loss)
@@ -297,16 +335,17 @@ def _write(
 
 
 NUMBERS = (
-    "inner", "x_outer", "x_inner", "g_outer", "g_inner", "stride_up", "N", "lines", "chunks", "ignore_index",
+    "inner", "x_outer", "x_inner", "g_outer", "g_inner", "stride_up", "N", "lines", "chunks", "ignore_index", "span",
+    "together",
 )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=NUMBERS)  # one kernel for all sizes
 def ring_rows(
-    desc, x_ptr, g_ptr, target_ptr, row_weight_ptr, up_ptr, notes_ptr, loss_ptr, top_ptr, log_total_ptr,
-    inner, x_outer, x_inner, g_outer, g_inner, stride_up, N, lines, chunks, ignore_index, z_loss, s, scale,
-    HAS_UP: gl.constexpr, HAS_ROW_WEIGHT: gl.constexpr, PARTS: gl.constexpr, S: gl.constexpr, SUMMING: gl.constexpr,
-    WRITING: gl.constexpr, REGISTERS: gl.constexpr,
+    desc, away_desc, last_desc, x_ptr, g_ptr, elsewhere_ptr, target_ptr, row_weight_ptr, up_ptr, notes_ptr, loss_ptr,
+    top_ptr, log_total_ptr, inner, x_outer, x_inner, g_outer, g_inner, stride_up, N, lines, chunks, ignore_index, span,
+    together, z_loss, s, scale, PANELS: gl.constexpr, HAS_UP: gl.constexpr, HAS_ROW_WEIGHT: gl.constexpr,
+    PARTS: gl.constexpr, S: gl.constexpr, SUMMING: gl.constexpr, WRITING: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     ring = gl.allocate_shared_memory(desc.dtype, [S] + desc.block_type.shape, desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
@@ -318,17 +357,17 @@ def ring_rows(
     gl.warp_specialize(
         [
             (_write, (
-                ring, full, empty, g_ptr, target_ptr, row_weight_ptr, up_ptr, notes_ptr, loss_ptr, top_ptr,
-                log_total_ptr, inner, g_outer, g_inner, stride_up, N, lines, chunks, ignore_index, z_loss, s, scale,
-                HAS_UP, HAS_ROW_WEIGHT, PARTS, S, WRITING,
+                ring, full, empty, g_ptr, elsewhere_ptr, target_ptr, row_weight_ptr, up_ptr, notes_ptr, loss_ptr,
+                top_ptr, log_total_ptr, inner, g_outer, g_inner, stride_up, N, lines, chunks, ignore_index, span,
+                together, z_loss, s, scale, PANELS, HAS_UP, HAS_ROW_WEIGHT, PARTS, S, WRITING,
             )),
             (_sum_up, (
-                ring, full, x_ptr, target_ptr, row_weight_ptr, notes_ptr, inner, x_outer, x_inner, N, lines, chunks,
-                ignore_index, s, HAS_ROW_WEIGHT, PARTS, S, SUMMING,
+                ring, full, x_ptr, elsewhere_ptr, target_ptr, row_weight_ptr, notes_ptr, inner, x_outer, x_inner, N,
+                lines, chunks, ignore_index, span, together, s, PANELS, HAS_ROW_WEIGHT, PARTS, S, SUMMING,
             )),
             (_produce, (
-                desc, ring, full, empty, target_ptr, row_weight_ptr, inner, N, lines, chunks, ignore_index,
-                HAS_ROW_WEIGHT, PARTS, S,
+                desc, away_desc, last_desc, ring, full, empty, target_ptr, row_weight_ptr, inner, N, lines, chunks,
+                ignore_index, span, together, PANELS, HAS_ROW_WEIGHT, PARTS, S,
             )),
         ],
         [SUMMING, 1],
@@ -346,11 +385,11 @@ def _shared_layout() -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 
 
-def _launch(ring: Ring, up: bool, weighted: bool, *_: torch.dtype | torch.device | None) -> Again:
+def _launch(ring: Ring, panels: bool, up: bool, weighted: bool, *_: object) -> Again:
     warps = ring.summing + ring.writing + 4
     return Again(
-        ring_rows, HAS_UP=up, HAS_ROW_WEIGHT=weighted, PARTS=ring.parts, S=ring.slots, SUMMING=ring.summing,
-        WRITING=ring.writing, REGISTERS=ring.registers, num_warps=ring.writing,
+        ring_rows, PANELS=panels, HAS_UP=up, HAS_ROW_WEIGHT=weighted, PARTS=ring.parts, S=ring.slots,
+        SUMMING=ring.summing, WRITING=ring.writing, REGISTERS=ring.registers, num_warps=ring.writing,
         maxnreg=None if ring.programs == 1 else 65536 // (32 * warps * ring.programs) // 8 * 8,
         launch_cooperative_grid=ring.parts > 1,
     )  # fmt: skip
@@ -360,39 +399,71 @@ def _launch(ring: Ring, up: bool, weighted: bool, *_: torch.dtype | torch.device
 _kept = functools.lru_cache(64)(_launch)
 
 
+def _described(x: Tensor, shape: list[int], strides: list[int], ring: Ring) -> TensorDescriptor:
+    return TensorDescriptor(
+        x, [*shape, LINE.value], [*strides, LINE.value, 1], [1, 1, ring.lines, LINE.value], _shared_layout()
+    )
+
+
+class Rows(NamedTuple):
+    """What the labelled rows of a call have in common with its logits' place.
+
+    first: which row of target, row_weight, up and out is the logits' first. options: ignore_index, z_loss, logit_scale.
+    """
+
+    target: Tensor
+    row_weight: Tensor | None
+    up: Tensor | None
+    stride_up: int
+    out: list[Tensor]
+    options: tuple[int, float, float]
+    first: int = 0
+
+
 def forward_backward(
-    x: Tensor, strides: tuple[int, int, int], g: Tensor, g_strides: tuple[int, int], target: Tensor,
-    row_weight: Tensor | None, up: Tensor | None, stride_up: int, out: list[Tensor], ignore_index: int, z_loss: float,
-    scale: float, ring: Ring, first: int = 0,
+    x: Tensor, strides: tuple[int, int, int], g: Tensor, g_strides: tuple[int, int], rows: Rows, ring: Ring
 ) -> None:  # fmt: skip
-    """Loss, top and log_total into `out` and the gradient into g, for calls that route.py gave a Ring.
+    """Loss, top and log_total into rows.out and the gradient into g, for calls that route.py gave a Ring.
 
     strides: inner, outer stride, inner stride of the rows of x (`as_rows`); g_strides: the last two, of g.
-    first: which row of target, row_weight, up and out is x's first.
     """
     V = x.shape[-1]
     N = x.numel() // V
     inner, outer, step = strides
+    apart = [outer if inner < N else V, step if inner > 1 else V]
+    desc = _described(x, [N // inner, inner, V // LINE.value], apart, ring)
+    _run((desc, None, None, x, g, None), N, V, (*strides, *g_strides), (0, 0), rows, ring)
+
+
+def in_panels(panels: list[Tensor], together: int, rows: Rows, ring: Ring) -> None:
+    """The same of rows cut along V, in place; panels [N, span], the last perhaps narrower, of which the first
+    `together` lie one behind the other, and the others, too. A chunk of the ring divides span."""
+    (N, span), last = panels[0].shape, len(panels) - 1
+    V = last * span + panels[last].shape[1]
+
+    def of(first: int, count: int) -> TensorDescriptor:
+        width = panels[first].shape[1]
+        return _described(panels[first], [count, N, width // LINE.value], [N * width, width], ring)
+
+    away = min(together, last)  # the first that lies elsewhere; where none does, its place is never asked for
+    descs = (of(0, away), of(away, last - away) if away < last else of(0, away), of(last, 1))
+    _run((*descs, panels[0], panels[0], panels[away]), N, V, (N, 0, 0, 0, 0), (span, together), rows, ring)
+
+
+def _run(places: tuple, N: int, V: int, strides: tuple[int, ...], lay: tuple[int, int], rows: Rows, ring: Ring) -> None:
+    *_, x, g, there = places
     lines = V // LINE.value
-    apart = [outer if inner < N else V, step if inner > 1 else V, LINE.value, 1]
-    desc = TensorDescriptor(
-        x, [N // inner, inner, lines, LINE.value], apart, [1, 1, ring.lines, LINE.value], _shared_layout()
-    )
     programs = min(N, _multiprocessors(x.device) * ring.programs // ring.parts) * ring.parts
     notes = torch.zeros(N * ring.parts, dtype=torch.int64, device=x.device)
-    numbers = (inner, outer, step, *g_strides, stride_up, N, lines, cdiv(lines, ring.lines), ignore_index)
-    per_row = [target, row_weight, *out]
-    usual = first % 4 == 0 and ordinary([g, up, *per_row], numbers)
+    ignore_index, z_loss, scale = rows.options
+    numbers = (*strides, rows.stride_up, N, lines, cdiv(lines, ring.lines), ignore_index, *lay)
+    per_row = [rows.target, rows.row_weight, *rows.out]
+    usual = rows.first % 4 == 0 and ordinary([g, there, rows.up, *per_row], numbers)
     launch = (_kept if usual else _launch)(
-        ring,
-        up is not None,
-        row_weight is not None,
-        x.device,
-        *(None if t is None else t.dtype for t in (x, up, *per_row)),
-    )
-    (up_at,) = launch.places([up], first * stride_up)
-    target_at, weight_at, *out_at = launch.places(per_row, first)
+        ring, there is not None, rows.up is not None, rows.row_weight is not None, x.device,
+        *(None if t is None else t.dtype for t in (x, rows.up, *per_row)),
+    )  # fmt: skip
+    (up,) = launch.places([rows.up], rows.first * rows.stride_up)
+    target, row_weight, *out = launch.places(per_row, rows.first)
     with on(x):
-        launch(
-            programs, desc, x, g, target_at, weight_at, up_at, notes, *out_at, *numbers, z_loss, scale, scale,
-        )  # fmt: skip
+        launch(programs, *places, target, row_weight, up, notes, *out, *numbers, z_loss, scale, scale)

@@ -157,10 +157,8 @@ def _launch(logits, rows: _Rows, target, d_loss, g: Tensor | None, out, options,
     if g is not None and ring is not None:
         from . import hopper
 
-        hopper.forward_backward(
-            rows.x, rows.strides[:3], g, (g_strides[0], g_strides[1]), target, rows.row_weight, up,
-            stride_up, out, options[0], options[2], options[4], ring,
-        )  # fmt: skip
+        of_rows = hopper.Rows(target, rows.row_weight, up, stride_up, out, (options[0], options[2], options[4]))
+        hopper.forward_backward(rows.x, rows.strides[:3], g, (g_strides[0], g_strides[1]), of_rows, ring)
         return
     if inner == N:  # one stride describes them: no row is divided
         inner, x_strides, g_strides = 1, [x_strides[1], 0, x_strides[2]], [g_strides[1], 0, g_strides[2]]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from ..._launch import Again, on
-from ..route import of_call
+from ..route import of_call, of_panels
 from . import rows as kernels
 from .held import held_rows, loss_rows
 from .launch import LARGEST_INT, WHOLE, fixed, held_constants, numbers_of, once_constants, opaque, per_row
 from .route import held, once
+
+if TYPE_CHECKING:
+    from . import hopper
 
 
 class Slices:
@@ -43,10 +48,7 @@ class Slices:
         if self.ring is not None and n >= self.ring.least:
             from . import hopper
 
-            hopper.forward_backward(
-                logits, (n, 0, step), logits, (0, step), self.target, self.row_weight, self.up, self.stride_up,
-                self.out, self.options[0], self.options[2], self.options[4], self.ring, first,
-            )  # fmt: skip
+            hopper.forward_backward(logits, (n, 0, step), logits, (0, step), self._ringed(first), self.ring)
             return
         g = () if self.alone else (logits if self.gradient else None,)  # not kept: slices' memory is let go
         with on(logits):
@@ -59,6 +61,12 @@ class Slices:
         V, (n, width), last = sum(p.shape[1] for p in panels), panels[0].shape, len(panels) - 1
         chosen, numbers = held(V, width), numbers_of(self.options)
         assert self.gradient and chosen is not None
+        ring = of_panels(panels[0], V)
+        if ring is not None:
+            from . import hopper
+
+            hopper.in_panels(panels, together, self._ringed(0), ring)
+            return
         words = width // 2
         lay = ((n - 1) * words, together, last, (width - panels[last].shape[1]) // 8)
         with on(panels[0]):
@@ -68,6 +76,14 @@ class Slices:
                 HAS_UP=self.up is not None, HAS_ROW_WEIGHT=self.row_weight is not None,
                 **held_constants(panels[0], chosen),
             )  # fmt: skip
+
+    def _ringed(self, first: int) -> hopper.Rows:
+        from . import hopper
+
+        ignore_index, _, z_loss, _, scale = self.options
+        return hopper.Rows(
+            self.target, self.row_weight, self.up, self.stride_up, self.out, (ignore_index, z_loss, scale), first
+        )
 
     def _look(self, logits: Tensor, look: tuple[int, int, bool, bool]) -> None:
         n, V = logits.shape
