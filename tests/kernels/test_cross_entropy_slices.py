@@ -165,7 +165,7 @@ def test_slices_of_many_rows_take_the_ring(monkeypatch, weighted):
 
     device, ring, calls = (
         next(d for d in support.DEVICES if d.name == "cpu-triton"),
-        Ring(4, 4, 96, 64, 13, 2, 2, 8),
+        Ring(4, 4, 96, 64, 13, 2, 2, 16),
         [],
     )
     if not device.available:
@@ -182,7 +182,7 @@ def test_slices_of_many_rows_take_the_ring(monkeypatch, weighted):
             whole[here] = value
         calls.append(len(x))
 
-    monkeypatch.setattr(module, "of_call", lambda x, N, strides, options: Route("ring", "", ring))
+    monkeypatch.setattr(module, "of_call", lambda *given, ahead: Route("ring", "", ring))
     monkeypatch.setattr(hopper, "forward_backward", ringed)
     z, y, up = torch.randn(20, 64), torch.randint(0, 64, (20,)), torch.rand(20)
     y[3] = -100

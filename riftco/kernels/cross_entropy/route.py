@@ -12,7 +12,7 @@ LEAST = 49153  # fewer classes: a program a row is faster
 
 class Ring(NamedTuple):
     """How cuda/hopper.py runs: warps that sum and that write, registers of a summing thread, lines of a slot, slots,
-    programs that divide a row among them, programs of a multiprocessor; fewer than `least` rows go another way.
+    programs that divide a row among them, programs of a multiprocessor; the least rows of a call of its own.
     """
 
     summing: int
@@ -23,6 +23,11 @@ class Ring(NamedTuple):
     parts: int
     programs: int
     least: int = 1
+
+    def few(self, ahead: bool) -> int:
+        """Fewer rows go another way. ahead: the host is ahead of the GPU, as between a head's products, which hides
+        its longer way to a launch of the ring: then the GPU's time alone decides."""
+        return self.least // 2 if ahead else self.least
 
 
 class Route(NamedTuple):
@@ -43,7 +48,7 @@ RINGS = (
 @functools.lru_cache(1024)
 def route(
     N: int, V: int, dtype: torch.dtype, capability: tuple[int, int] | None, aligned: bool = True,
-    options: frozenset[str] = frozenset(),
+    options: frozenset[str] = frozenset(), ahead: bool = False,
 ) -> Route:  # fmt: skip
     """The kernel's name and why.
 
@@ -55,6 +60,7 @@ def route(
         aligned: see `in_bulk`.
         options: names of the options in use, of those that cost the ring's kernel registers: metrics, softcap,
             smoothing, weight.
+        ahead: see `Ring.few`.
     """
     ring = next((ring for most, ring in RINGS if most >= V), RINGS[-1][1])
     reasons = (
@@ -64,7 +70,7 @@ def route(
         (V % LINE != 0, f"{V} classes are no multiple of {LINE}"),
         (RINGS[-1][0] < V, f"{V} classes are more than {RINGS[-1][0]}"),
         (V < LEAST, f"a program a row is faster at {V} classes, fewer than {LEAST}"),
-        (ring.least > N, f"a program a row is faster for {N} rows, fewer than {ring.least}"),
+        (ring.few(ahead) > N, f"a program a row is faster for {N} rows, fewer than {ring.few(ahead)}"),
         (not aligned, "rows do not begin at multiples of 16 bytes, or not one behind the other"),
         (bool(options), f"not with {', '.join(sorted(options))}"),
     )
@@ -74,11 +80,13 @@ def route(
     return Route("ring", f"capability 9.0, {dtype}, {V} classes", ring)
 
 
-def of_call(x: Tensor, N: int, strides: tuple[int, int, int], options: frozenset[str]) -> Route:
+def of_call(
+    x: Tensor, N: int, strides: tuple[int, int, int], options: frozenset[str], ahead: bool = False
+) -> Route:  # fmt: skip
     """For x whose rows `as_rows` describes with (inner, outer stride, inner stride)."""
     if x.device.type != "cuda":
         return Route("rows", "no GPU")
-    return route(N, x.shape[-1], x.dtype, capability_of(x.device), in_bulk(x, N, strides), options)
+    return route(N, x.shape[-1], x.dtype, capability_of(x.device), in_bulk(x, N, strides), options, ahead)
 
 
 def of_panels(x: Tensor, V: int) -> Ring | None:
@@ -86,7 +94,7 @@ def of_panels(x: Tensor, V: int) -> Ring | None:
     multiprocessor have no registers for where a chunk lies."""
     if x.device.type != "cuda":
         return None
-    ring = route(x.shape[0], V, x.dtype, capability_of(x.device)).ring
+    ring = route(x.shape[0], V, x.dtype, capability_of(x.device), ahead=True).ring
     return None if ring is None or ring.programs > 1 or x.shape[1] % (ring.lines * LINE) else ring
 
 

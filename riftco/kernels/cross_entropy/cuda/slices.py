@@ -45,7 +45,7 @@ class Slices:
         look = (step if n > 1 else 0, stride if V > 1 else 1, logits.data_ptr() % 16 == 0, first > LARGEST_INT)
         if n > self.most or look != self.look:
             self._look(logits, look)
-        if self.ring is not None and n >= self.ring.least:
+        if self.ring is not None and n >= self.ring.few(ahead=True):
             from . import hopper
 
             hopper.forward_backward(logits, (n, 0, step), logits, (0, step), self._ringed(first), self.ring)
@@ -94,7 +94,8 @@ class Slices:
             V, stride, logits.dtype.itemsize, aligned and stride == 1 and step % 16 == 0, self.row_weight is not None,
             self.classes is not None, smoothing > 0, softcap > 0, self.metrics,
         )  # fmt: skip
-        self.ring = of_call(logits, n, (n, 0, step), self.fixed.in_use).ring if self.gradient else None
+        found = of_call(logits, n, (n, 0, step), self.fixed.in_use, ahead=True)
+        self.ring = found.ring if self.gradient else None
         weighted, numbers = self.row_weight is not None, numbers_of(self.options)
         self.alone = self.fixed.held is not None and not self.gradient
         if self.alone:
