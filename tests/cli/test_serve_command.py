@@ -15,6 +15,7 @@ pytest.importorskip("fastapi", reason="riftco[serve] is not installed")
 
 REFUSED = {
     "lets other machines in, and there is no key": ["--host", "0.0.0.0"],
+    "--host nowhere.invalid: ": ["--host", "nowhere.invalid", "--insecure"],
     "TLS needs --ssl-certfile": ["--ssl-keyfile", "key.pem"],
     "absent.pem: no such file": ["--ssl-certfile", "absent.pem"],
     "--learn-duty must be above 0 and at most 1; got 0": ["--learn-duty", "0"],

@@ -83,6 +83,11 @@ def test_fields_that_are_not_read_are_named_in_the_log(client, caplog):
     assert [r.message for r in caplog.records if "temprature" in r.message] == [
         "ChatRequest: field 'temprature' is not read"
     ]
+    caplog.clear()
+    many = {**CHAT, "max_tokens": 1, **{f"x{i}\n{'y' * 99}": i for i in range(1000)}}
+    assert client.post("/v1/chat/completions", json=many).status_code == 200
+    told = [r.message for r in caplog.records if "is not read" in r.message]
+    assert len(told) == 8 and all(len(m) < 120 and "\n" not in m for m in told)
 
 
 def test_learning_behind_a_served_conversation(client):

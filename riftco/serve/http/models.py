@@ -4,6 +4,7 @@ in the log."""
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from typing import Annotated, Any, Literal
 
@@ -14,6 +15,7 @@ from .errors import ApiError
 
 log = logging.getLogger(__name__)
 MOST_CHOICES = 128  # of a request, as OpenAI has it
+MOST_TOLD = 8  # fields of a request that are named in the log
 
 
 def _unsupported(given: Any) -> None:
@@ -50,7 +52,7 @@ class Body(Words):
 
     @model_validator(mode="after")
     def unread(self) -> Body:
-        for name in self.model_extra or ():
+        for name in itertools.islice(self.model_extra or (), MOST_TOLD):
             _tell_unread(type(self).__name__, name[:64])
         return self
 

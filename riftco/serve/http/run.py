@@ -85,9 +85,13 @@ def check_free(host: str, port: int) -> None:
     """Refuse an address that is taken before a model is loaded and a folder made; uvicorn binds it after that.
 
     Raises:
-        ValueError: something listens there already, or this user may not.
+        ValueError: something listens there already, this user may not, or there is no such host.
     """
-    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+    try:
+        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as why:
+        raise ValueError(f"--host {host}: {why.strerror}") from None
+    for family, kind, protocol, _, address in places:
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as asked:
             asked.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as uvicorn's: a port just left is free
             if family == socket.AF_INET6:
