@@ -75,19 +75,34 @@ def test_what_is_not_there_and_what_is_no_json(client):
     broken = client.post("/v1/chat/completions", content=b'{"a": 1,}', headers={"content-type": "application/json"})
     said = error(broken, 400)
     assert said["message"].startswith("body: not JSON at character 8: ") and said["param"] is None
+    for body, why in ((b'{"a": "\xe9"}', "not UTF-8"), (b"[" * 100000, "nested too deeply"), (b"1" * 5000, "digits")):
+        broken = client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+        assert why in error(broken, 400)["message"]
 
 
-def test_fields_that_are_not_read_are_named_in_the_log(client, caplog):
+def test_fields_that_are_not_read_are_named_in_the_log(client, caplog, monkeypatch):
+    from riftco.serve.http import models
+
+    monkeypatch.setattr(models, "unread", models.Unread(8))
+    count = {"model": "any", "messages": CHAT["messages"]}  # as Anthropic's client sends it
+    assert client.post("/v1/messages/count_tokens", json=count).status_code == 200
+    assert not [r for r in caplog.records if "is not read" in r.message]
     asked = {**CHAT, "max_tokens": 1, "temprature": 0}
     assert [client.post("/v1/chat/completions", json=asked).status_code for _ in range(2)] == [200, 200]
     assert [r.message for r in caplog.records if "temprature" in r.message] == [
         "ChatRequest: field 'temprature' is not read"
     ]
-    caplog.clear()
-    many = {**CHAT, "max_tokens": 1, **{f"x{i}\n{'y' * 99}": i for i in range(1000)}}
-    assert client.post("/v1/chat/completions", json=many).status_code == 200
-    told = [r.message for r in caplog.records if "is not read" in r.message]
-    assert len(told) == 8 and all(len(m) < 120 and "\n" not in m for m in told)
+
+
+def test_who_sends_requests_does_not_fill_the_log(caplog):
+    from riftco.serve.http.models import Unread
+
+    unread = Unread(4)
+    for i in range(9):
+        unread.tell("ChatRequest", ["seed2", f"x{i}\n{'y' * 99}"])
+    told = [r.message for r in caplog.records]
+    assert len(told) == 5 and "seed2" in told[0] and "not named" in told[-1]
+    assert all(len(line) < 120 and "\n" not in line for line in told)
 
 
 def test_learning_behind_a_served_conversation(client):

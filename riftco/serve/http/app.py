@@ -19,7 +19,7 @@ from ..jobs import Jobs
 from ..saved_slots import SlotFiles
 from . import embeddings, learning, messages, metrics, native, openai, page, responses, state, text, training
 from .auth import Keys
-from .errors import ApiError, answer
+from .errors import ApiError, answer, unparsed
 from .guard import Guard
 from .models import ChatRequest, CompletionRequest
 from .readers import answered, streamed
@@ -80,6 +80,8 @@ def create_app(
 
     @app.exception_handler(HTTPException)
     async def on_http(request: Request, why: HTTPException) -> JSONResponse:
+        if isinstance(why.__cause__, (ValueError, RecursionError)):  # of the body's parser, beside its own error
+            return answer(request, ApiError(400, f"body: {unparsed(why.__cause__)}"))
         return answer(request, ApiError(why.status_code, f"{why.detail}: {request.method} {request.url.path}"))
 
     @app.exception_handler(RecursionError)

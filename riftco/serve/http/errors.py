@@ -60,3 +60,10 @@ def answer(request: Request, why: ApiError) -> JSONResponse:
     """An error as the clients of this path read it."""
     body = why.anthropic() if request.url.path.startswith("/v1/messages") else why.openai()
     return JSONResponse(body, why.status, headers=why.headers)
+
+
+def unparsed(why: BaseException) -> str:
+    """Why a body is no JSON, where that is not the parser's own error."""
+    if isinstance(why, UnicodeDecodeError):
+        return f"not UTF-8 at byte {why.start}"
+    return "nested too deeply" if isinstance(why, RecursionError) else str(why)

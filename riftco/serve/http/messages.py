@@ -23,6 +23,7 @@ from .service import Service, outcome_json
 class Asks(Body):
     """What counts as a prompt."""
 
+    model: str | None = None
     messages: list[dict[str, Any]] = Field(min_length=1)
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -35,7 +36,6 @@ class MessagesRequest(Asks, Sampled):
     """POST /v1/messages"""
 
     max_tokens: int = Field(ge=1)
-    model: str | None = None
     stop_sequences: list[str] = Field(default_factory=list)
     reasoning_format: ReasoningFormat | None = None
     stream: bool = False

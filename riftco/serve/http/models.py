@@ -3,9 +3,8 @@ in the log."""
 
 from __future__ import annotations
 
-import functools
-import itertools
 import logging
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -15,7 +14,6 @@ from .errors import ApiError
 
 log = logging.getLogger(__name__)
 MOST_CHOICES = 128  # of a request, as OpenAI has it
-MOST_TOLD = 8  # fields of a request that are named in the log
 
 
 def _unsupported(given: Any) -> None:
@@ -41,19 +39,33 @@ class Words(BaseModel):
         return given
 
 
-@functools.lru_cache(256)
-def _tell_unread(kind: str, name: str) -> None:
-    """Once a field, so that a misspelt one is found; clients send many that change nothing here."""
-    log.warning("%s: field %r is not read", kind, name)
+class Unread:
+    """Names fields that nothing reads in the log, each once, so that a misspelt one is found; clients send many that
+    change nothing here. The first `most` only: who sends requests does not fill the log."""
+
+    def __init__(self, most: int):
+        self.most, self.told = most, set[tuple[str, str]]()
+
+    def tell(self, kind: str, names: Iterable[str]) -> None:
+        for name in names:
+            if len(self.told) >= self.most:
+                return
+            if (kind, name[:64]) not in self.told:
+                self.told.add((kind, name[:64]))
+                log.warning("%s: field %r is not read", kind, name[:64])
+                if len(self.told) == self.most:
+                    log.warning("further fields that are not read are not named")
+
+
+unread = Unread(512)
 
 
 class Body(Words):
     model_config = ConfigDict(extra="allow", strict=False)
 
     @model_validator(mode="after")
-    def unread(self) -> Body:
-        for name in itertools.islice(self.model_extra or (), MOST_TOLD):
-            _tell_unread(type(self).__name__, name[:64])
+    def told(self) -> Body:
+        unread.tell(type(self).__name__, self.model_extra or ())
         return self
 
 

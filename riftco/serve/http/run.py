@@ -85,12 +85,13 @@ def check_free(host: str, port: int) -> None:
     """Refuse an address that is taken before a model is loaded and a folder made; uvicorn binds it after that.
 
     Raises:
-        ValueError: something listens there already, this user may not, or there is no such host.
+        ValueError: something listens there already, this user may not, or the host is none, or another machine.
     """
     try:
-        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except socket.gaierror as why:
-        raise ValueError(f"--host {host}: {why.strerror}") from None
+        places = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (socket.gaierror, UnicodeError) as why:
+        raise ValueError(f"--host {host}: {getattr(why, 'strerror', None) or 'no name of a host'}") from None
+    here = False
     for family, kind, protocol, _, address in places:
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as asked:
             asked.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as uvicorn's: a port just left is free
@@ -98,11 +99,14 @@ def check_free(host: str, port: int) -> None:
                 asked.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             try:
                 asked.bind(address)
+                here = True
             except OSError as why:
                 if why.errno == errno.EADDRINUSE:
                     raise ValueError(f"--port {port} is in use on {host}; stop what listens, or name another") from None
                 if why.errno == errno.EACCES:
                     raise ValueError(f"--port {port} is not this user's to listen on; name one above 1023") from None
+    if not here:
+        raise ValueError(f"--host {host} is no address of this machine")
 
 
 def tls_options(
